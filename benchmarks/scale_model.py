@@ -286,7 +286,10 @@ def text(found: Found) -> str:
 
 def markdown(found: Found) -> str:
     titles = ("Predictions", "Compared with measurements", "Compared with published figures")
-    said = ["## Assumptions", "", *(f"- {line}." for line in lines(found))]
+    assumed = (
+        textwrap.fill(f"- {line}.", 128, subsequent_indent="  ", break_on_hyphens=False) for line in lines(found)
+    )
+    said = ["## Assumptions", "", *assumed]
     parts = (prediction_rows(found), error_rows(found), published_rows(found))
     for title, rows in zip(titles, parts, strict=True):
         said += ["", f"## {title}", "", *markdown_table(rows)]

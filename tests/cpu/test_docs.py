@@ -134,6 +134,16 @@ def contains(literal: str, pieces: list[str]) -> bool:
     return True
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_prose_has_at_most_132_columns(page: str) -> None:
+    """Tables, code, comments and lines with a link may be longer."""
+    blocks = re.compile(r"^```.*?^```|<!--.*?-->", re.S | re.M)
+    text = blocks.sub(lambda block: "\n" * block[0].count("\n"), (ROOT / page).read_text())
+    lines = enumerate(text.splitlines(), 1)
+    free = re.compile(r"\||    |.*\]\(")
+    assert not [number for number, line in lines if len(line) > 132 and not free.match(line)]
+
+
 # ---------------------------------------------------------------------- code blocks
 
 RUN_ELSEWHERE = {
