@@ -59,10 +59,13 @@ def rows(wanted: Wanted, x: Tensor) -> Tensor:
         return x
     if x.dim() > 2:
         x = x.flatten(0, -2)
+    return x.to(wanted.dtype) if casts(wanted, x) else x
+
+
+def casts(wanted: Wanted, x: Tensor) -> bool:
+    """Return whether rows are cast to the communicator's dtype."""
     narrow = x.dtype.itemsize == 1 or not x.is_floating_point()
-    if x.dtype != wanted.dtype and not narrow and autocasts(x.device.type):
-        x = x.to(wanted.dtype)
-    return x
+    return x.dtype != wanted.dtype and not narrow and autocasts(x.device.type)
 
 
 def autocasts(kind: str) -> bool:

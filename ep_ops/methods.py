@@ -26,7 +26,7 @@ from .records import (
     Sizes,
     StartedCombine,
     StartedDispatch,
-    no_route,
+    wrong_type,
 )
 
 _new = tuple.__new__  # makes records in a third of the time
@@ -178,7 +178,7 @@ class Methods:
             TypeError, ValueError, RuntimeError: as for :meth:`dispatch`.
         """
         if not isinstance(route, Route):
-            self._reject("dispatch_planned", no_route(route))
+            reject("dispatch_planned", self.backend, wrong_type("route", route, Route))
         x, topk_weights = inputs.with_weights(self, x, topk_weights)
         if scales is not None:
             scales = inputs.scales(scales, route.batch)
@@ -301,7 +301,7 @@ class Methods:
             RuntimeError: no dispatch was started in this flight.
         """
         if not isinstance(started, StartedDispatch):
-            raise TypeError(f"started is a {type(started).__name__}; allowed: what dispatch_start returned")
+            raise wrong_type("started", started, "what dispatch_start returned")
         ticket, x, topk_weights, topk_idx, sizes, batch, how, flight = started
         given = x, topk_weights, topk_idx
         rows, align, slots, tokens, layout = sizes
@@ -347,7 +347,7 @@ class Methods:
             RuntimeError: no combine was started in this flight.
         """
         if not isinstance(started, StartedCombine):
-            raise TypeError(f"started is a {type(started).__name__}; allowed: what combine_start returned")
+            raise wrong_type("started", started, "what combine_start returned")
         ticket, y, weights, route, flight, format = started
         along = *route.ints, self.name, flight, format
         return _home(repeat(self, "combine_wait", (ticket, y, weights, *route.tensors), along), route)
@@ -413,7 +413,7 @@ class Methods:
     def _reject_rows(self, operator: str, route: Any, flight: int = 0) -> None:
         """Reject what a combine cannot follow, or else weights of token-major rows."""
         if not isinstance(route, Route):
-            self._reject(operator, no_route(route), flight)
+            reject(operator, self.backend, wrong_type("route", route, Route), flight)
         reason = (
             "weights are given for token-major rows, which have one for each of their experts; allowed: None"
             " (apply them with ep_ops.nn.reduce_rows)"

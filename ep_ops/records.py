@@ -248,6 +248,19 @@ class Operation(NamedTuple):
     unseen: tuple[int, ...] = ()  # ranks not known to have begun it, for the last two operations
 
 
-def no_route(given: object) -> str:
-    """Return the error text for an argument that is not a route."""
-    return f"route is a {type(given).__name__}; allowed: a Route, such as the field `route` of a dispatch's result"
+_TYPES: dict[type, str] = {Tensor: "a tensor", Route: "a Route, such as the field `route` of a dispatch's result"}
+
+
+def wrong_type(name: str, given: object, allowed: type | str) -> TypeError:
+    """Return the error for an argument that does not have the type ``allowed``, or the one that this text describes."""
+    text = allowed if isinstance(allowed, str) else _TYPES.get(allowed, f"a {allowed.__name__}")
+    if given is None:
+        return TypeError(f"{name} is None; allowed: {text}")
+    return TypeError(f"{name} is a {type(given).__name__}; allowed: {text}")
+
+
+def check_types(allowed: type, **given: object) -> None:
+    """Raise TypeError for an argument of another type, such as a ``Dispatched`` in place of one of its fields."""
+    for name, one in given.items():
+        if not isinstance(one, allowed):
+            raise wrong_type(name, one, allowed)

@@ -22,6 +22,7 @@ from ep_ops.nn.lists import ExpertLists
 from ep_ops.nn.sums import sum_rows
 from ep_ops.operators.eager import call
 from ep_ops.operators.library import define
+from ep_ops.records import check_types
 
 
 def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
@@ -39,9 +40,10 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
         [R, N]. Rows after ``offs[-1]`` are undefined, in x and in the result.
 
     Raises:
-        TypeError: another dtype.
+        TypeError: an argument is not a tensor, or has another dtype.
         ValueError: w has other sizes, or M or N is not a multiple of 8.
     """
+    check_types(Tensor, x=x, w=w, offs=offs)
     if x.dtype not in (torch.bfloat16, torch.float16) or w.dtype != x.dtype:
         raise TypeError(f"x is {x.dtype} and w is {w.dtype}; allowed: both torch.bfloat16 or both torch.float16")
     if w.dim() != 3 or w.shape[0] != offs.shape[0] or w.shape[1] != x.shape[1] or w.shape[1] % 8 or w.shape[2] % 8:
@@ -52,6 +54,7 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 
 def weights_gradient(x: Tensor, grad: Tensor, offs: Tensor) -> Tensor:
     """Return the gradient [El, M, N] of w in ``grouped_mm(x, w, offs)``, from x [R, M] and ``grad`` [R, N]."""
+    check_types(Tensor, x=x, grad=grad, offs=offs)
     return call("quack_mm", x.contiguous(), grad.contiguous(), offs)
 
 
@@ -112,8 +115,11 @@ def gather_mm(x: Tensor, w: Tensor, lists: ExpertLists) -> Tensor:
         [L, N], undefined after the last list.
 
     Raises:
+        TypeError: x or w is not a tensor, or ``lists`` are not ExpertLists.
         ValueError: the number of rows or experts differs from that of the lists.
     """
+    check_types(Tensor, x=x, w=w)
+    check_types(ExpertLists, lists=lists)
     if x.shape[0] != lists.places.shape[0]:
         raise ValueError(f"x has {x.shape[0]} rows; allowed: {lists.places.shape[0]}, the rows of the lists")
     if w.shape[0] != lists.offs.shape[0]:

@@ -25,7 +25,7 @@ from ep_ops.config import most_token_rows
 from ep_ops.group.exchange import Exchange
 from ep_ops.operators.rejection import reject
 from ep_ops.overflow import recomputing
-from ep_ops.records import PADDED, TOKEN_MAJOR, Dispatched, StartedCombine, StartedDispatch
+from ep_ops.records import PADDED, TOKEN_MAJOR, Dispatched, StartedCombine, StartedDispatch, wrong_type
 
 from . import placement as placements
 from .config import EXACT, MoECommunicatorConfig, Quant, latency_problem, text_problem
@@ -297,8 +297,8 @@ class MoECommunicator:
         reject(operator, self.comm.backend, ValueError(reason), flight, most)
 
     def _reject_handle(self, operator: str, name: str, handle: Any, flight: int = 0) -> None:
-        reason = f"{name} is a {type(handle).__name__}; allowed: a DispatchHandle, the second result of dispatch"
-        self._reject(operator, reason, None, flight)
+        error = wrong_type(name, handle, "a DispatchHandle, the second result of dispatch")
+        reject(operator, self.comm.backend, error, flight, self.comm.max_tokens_per_rank)
 
     # ------------------------------------------------------------------ placement
 

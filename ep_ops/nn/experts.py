@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from ep_ops import inputs
 from ep_ops.communicator import Communicator
 from ep_ops.config import default_experts
 from ep_ops.formats import combine_format_problem, format_of
@@ -17,6 +18,8 @@ from ep_ops.formats.quantize import refuse_hidden
 from ep_ops.nn.expert_mlp import Computed, SentTokens, end, expert_mlp, expert_rows, is_late
 from ep_ops.nn.grouped import TORCH, Gemms
 from ep_ops.nn.scaled import ROW
+from ep_ops.operators.eager import fits, misfit
+from ep_ops.operators.rejection import reject
 from ep_ops.overflow import recomputing
 
 
@@ -133,7 +136,10 @@ class Experts(nn.Module):
             *_, done = self.steps(x, topk_idx, topk_weights, max_tokens=max_tokens, shared=shared)
             assert done is not None
             return done if return_dropped else done.out
-        added = None if shared is None else shared(x)
+        added = None
+        if shared is not None:
+            self.check_tokens(x, max_tokens, split=False)
+            added = shared(x)
         done = expert_mlp(
             self.comm, x, topk_idx, topk_weights, self.local_weight("w_in"), self.local_weight("w_out"),
             capacity=self.capacity, exact=self.dynamic, max_tokens=max_tokens, format=self.format,
@@ -162,10 +168,7 @@ class Experts(nn.Module):
         Raises:
             RuntimeError: ``dynamic`` is True, or the flight is in use. Other errors as for :meth:`forward`.
         """
-        if self.dynamic:
-            raise RuntimeError(
-                "steps() is not available with dynamic=True, because exact sizes need a host synchronization"
-            )
+        self.check_tokens(x, max_tokens, split=True, flight=flight)
         late = is_late(self.gemms, self.format, (x, topk_weights), tuple(self.parameters()))
         zeros = torch.is_grad_enabled()
         with torch.set_grad_enabled(zeros and not late):
@@ -193,6 +196,35 @@ class Experts(nn.Module):
             raise
         out = self.comm.combine_wait(combine)
         yield Computed(out if added is None else out + added, received.dropped)
+
+    def check_tokens(self, x: Tensor, max_tokens: int | None, *, split: bool, flight: int = 0) -> None:
+        """Reject tokens with a wrong type, shape or dtype on all ranks, before a router or a shared expert reads them.
+
+        Args:
+            x, max_tokens, flight: as for :meth:`steps`.
+            split: whether the tokens are sent by a split operation.
+
+        Raises:
+            TypeError: x is not a tensor, or has the wrong dtype.
+            ValueError: x has the wrong shape.
+            RuntimeError: ``split`` and ``dynamic`` are True.
+        """
+        if split and self.dynamic:
+            raise RuntimeError(
+                "steps() is not available with dynamic=True, because exact sizes need a host synchronization"
+            )
+        comm = self.comm
+        error: Exception | None = None
+        if not fits("Tensor", x):
+            error = misfit("x", x, "Tensor")
+        elif x.dim() < 2 or x.shape[-1] != comm.hidden_size:
+            error = ValueError(f"x has shape {tuple(x.shape)}; allowed: [..., T, {comm.hidden_size}] (hidden_size)")
+        elif x.dtype != comm.dtype and not inputs.casts(comm, x):
+            error = TypeError(f"x has dtype {x.dtype}; allowed: {comm.dtype}")
+        if error is not None:
+            operator = "dispatch_start" if split else "dispatch_dynamic" if self.dynamic else "dispatch"
+            tokens = comm.max_tokens_per_rank if max_tokens is None else max_tokens
+            reject(operator, comm.backend, error, flight, tokens)
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """Return all parameters of this module. Each rank holds a different part of them."""

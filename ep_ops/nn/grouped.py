@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ep_ops.inputs import autocasts
+from ep_ops.records import check_types
 
 
 def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
@@ -24,8 +25,10 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
         of w.
 
     Raises:
+        TypeError: an argument is not a tensor.
         ValueError: w has the wrong shape.
     """
+    check_types(Tensor, x=x, w=w, offs=offs)
     if w.dim() != 3 or w.shape[0] != offs.shape[0] or w.shape[1] != x.shape[1]:
         allowed = f"[{offs.shape[0]}, {x.shape[1]}, N] (the entries of offs, the columns of x)"
         raise ValueError(f"w has shape {tuple(w.shape)}; allowed: {allowed}")
@@ -54,7 +57,11 @@ def weights_gradient(x: Tensor, grad: Tensor, offs: Tensor) -> Tensor:
 
     Returns:
         [El, M, N].
+
+    Raises:
+        TypeError: an argument is not a tensor.
     """
+    check_types(Tensor, x=x, grad=grad, offs=offs)
     if offs.shape[0] == 0:
         return x.new_zeros(0, x.shape[1], grad.shape[1])
     if _takes(x, grad.shape[1]):

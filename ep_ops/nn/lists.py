@@ -20,6 +20,7 @@ from torch import Tensor
 from ep_ops.formats import exact_dtype
 from ep_ops.nn import list_operators as operators
 from ep_ops.nn.sums import of_index, sum_rows
+from ep_ops.records import check_types
 
 
 class ExpertLists(NamedTuple):
@@ -72,9 +73,11 @@ def expert_lists(
         ExpertLists: the lists.
 
     Raises:
+        TypeError: ``local_idx`` is not a tensor.
         ValueError: ``alignment`` or ``capacity`` is out of range, or, on CPUs, an id is out of range. On GPUs ids are
             not checked, and the result for an invalid one is undefined.
     """
+    check_types(Tensor, local_idx=local_idx)
     if alignment < 1:
         raise ValueError(f"alignment is {alignment}; allowed: an int of at least 1")
     if capacity is not None and (capacity < alignment or capacity % alignment):
@@ -104,8 +107,11 @@ def gather_rows(x: Tensor, lists: ExpertLists) -> Tensor:
         [L, H], zeros in empty places.
 
     Raises:
+        TypeError: x is not a tensor, or ``lists`` are not ExpertLists.
         ValueError: x has another number of rows than the lists.
     """
+    check_types(Tensor, x=x)
+    check_types(ExpertLists, lists=lists)
     if x.shape[0] != lists.places.shape[0]:
         raise ValueError(f"x has {x.shape[0]} rows; allowed: {lists.places.shape[0]}, the rows of the lists")
     return _Gather.apply(x, *_along(lists))
@@ -126,8 +132,13 @@ def reduce_rows(y: Tensor, lists: ExpertLists, weights: Tensor | None = None) ->
         [R, H], zeros for rows without places.
 
     Raises:
+        TypeError: y or ``weights`` is not a tensor, or ``lists`` are not ExpertLists.
         ValueError: sizes differ from those of the lists.
     """
+    check_types(Tensor, y=y)
+    check_types(ExpertLists, lists=lists)
+    if weights is not None:
+        check_types(Tensor, weights=weights)
     if y.shape[0] != lists.rows.shape[0]:
         raise ValueError(f"y has {y.shape[0]} rows; allowed: {lists.rows.shape[0]}, the places of the lists")
     if weights is not None and weights.shape != lists.places.shape:

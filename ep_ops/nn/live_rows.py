@@ -27,11 +27,10 @@ from ep_ops import formats
 from ep_ops.formats import Grid, ScaleLayout, Segments
 from ep_ops.formats.quantize import refuse_hidden
 from ep_ops.group.topology import lack_of_kernels
-from ep_ops.nn.per_expert import refuse_no_route
 from ep_ops.operators.eager import call, refuse_transforms
 from ep_ops.operators.gradients import free_gradient
 from ep_ops.operators.library import define, differentiate
-from ep_ops.records import Route
+from ep_ops.records import Route, check_types
 
 BLOCKWISE = ("e4m3/128/pow2", "e4m3/128/fp32", "e4m3/32/mx")
 LAYOUTS = ("rows", "columns", "packed")
@@ -52,7 +51,8 @@ def swiglu_rows(gate_and_up: Tensor, route: Route) -> Tensor:
 
     Raises:
         ValueError: the route is token-major, or the shape is wrong.
-        TypeError: the dtype is not bfloat16, float16, float32 or float64.
+        TypeError: ``gate_and_up`` is not a tensor, or its dtype is not bfloat16, float16, float32 or float64; ``route``
+            is not a Route.
     """
     return call("swiglu", *_checked(gate_and_up, route))
 
@@ -93,8 +93,9 @@ _lack = functools.cache(lack_of_kernels)
 
 def _checked(x: Tensor, route: Route) -> tuple[Tensor, Tensor, Tensor, int, int]:
     """Return the arguments that the operators begin with."""
+    check_types(Tensor, gate_and_up=x)
+    check_types(Route, route=route)
     refuse_transforms("ep::swiglu", (x,))
-    refuse_no_route(route)
     segments = route.segments
     if x.dtype not in _DTYPES:
         raise TypeError(f"gate_and_up has dtype {x.dtype}; allowed: {', '.join(map(str, _DTYPES))}")

@@ -17,6 +17,7 @@ from ep_ops.communicator import Communicator
 from ep_ops.nn.experts import Experts, check_comm, check_size, default_device, draw_expert
 from ep_ops.nn.losses import expert_counts
 from ep_ops.nn.routing import Router
+from ep_ops.records import check_types
 
 
 class Routing(NamedTuple):
@@ -84,6 +85,8 @@ class MoELayer(nn.Module):
         Raises:
             TypeError, ValueError, RuntimeError: as for :meth:`ep_ops.Communicator.dispatch`.
         """
+        split = self.shared is not None and not self.experts.dynamic
+        self.experts.check_tokens(x, max_tokens, split=split)
         topk_idx, topk_weights, logits = self.router(x)
         out, dropped = self.experts(
             x, topk_idx, topk_weights, max_tokens=max_tokens, shared=self.shared, return_dropped=True
@@ -106,6 +109,7 @@ class MoELayer(nn.Module):
         Raises:
             RuntimeError: ``dynamic`` is True, or the flight is in use. Other errors as for :meth:`forward`.
         """
+        self.experts.check_tokens(x, max_tokens, split=True, flight=flight)
         topk_idx, topk_weights, _ = self.router(x)
         for done in self.experts.steps(
             x, topk_idx, topk_weights, flight=flight, max_tokens=max_tokens, shared=self.shared
@@ -184,7 +188,8 @@ class SwiGLU(nn.Module):
 
 
 def swiglu(gate_and_up: Tensor) -> Tensor:
-    """Return silu of the first half times the second half: [..., 2F] -> [..., F]."""
+    """Return silu of the first half times the second half: [..., 2F] -> [..., F]. TypeError if not given a tensor."""
+    check_types(Tensor, gate_and_up=gate_and_up)
     gate, up = gate_and_up.chunk(2, dim=-1)
     return nn.functional.silu(gate) * up
 

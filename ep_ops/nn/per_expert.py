@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ep_ops.records import Route, no_route
-
-
-def refuse_no_route(given: Any) -> None:
-    """Raise ValueError for an argument that is not a route, such as the ``Dispatched`` that contains one."""
-    if not isinstance(given, Route):
-        raise ValueError(no_route(given))
+from ep_ops.records import Route, check_types
 
 
 def expert_of_rows(route: Route) -> Tensor:
@@ -26,9 +18,10 @@ def expert_of_rows(route: Route) -> Tensor:
         int64 [R], R = ``route.num_rows``; -1 for rows that hold no token: padding and rows outside of segments.
 
     Raises:
+        TypeError: ``route`` is not a Route.
         ValueError: the route is token-major.
     """
-    refuse_no_route(route)
+    check_types(Route, route=route)
     return route.m_indices.long()
 
 
@@ -50,9 +43,11 @@ def of_rows(values: Tensor, route: Route) -> Tensor:
         [R, ...], zeros for rows that hold no token.
 
     Raises:
+        TypeError: ``values`` is not a tensor, or ``route`` is not a Route.
         ValueError: the number of entries differs from El, or the route is token-major.
     """
-    refuse_no_route(route)
+    check_types(Tensor, values=values)
+    check_types(Route, route=route)
     if values.shape[:1] != route.offs.shape:
         raise ValueError(
             f"values has shape {tuple(values.shape)}; allowed: [{route.offs.shape[0]} (local experts), ...]"
@@ -79,8 +74,10 @@ def mask_rows(x: Tensor, route: Route) -> Tensor:
         route: of a grouped or padded layout, R = ``route.num_rows``.
 
     Raises:
+        TypeError: x is not a tensor, or ``route`` is not a Route.
         ValueError: the route is token-major, or x has another number of rows than the route.
     """
+    check_types(Tensor, x=x)
     holds = expert_of_rows(route) >= 0
     if x.shape[:1] != holds.shape:
         raise ValueError(f"x has shape {tuple(x.shape)}; allowed: [{holds.shape[0]}, ...] (the rows of the route)")

@@ -23,8 +23,7 @@ from ep_ops.communicator import Communicator
 from ep_ops.nn import list_operators as operators
 from ep_ops.nn.grouped import grouped_mm
 from ep_ops.nn.lists import ExpertLists, gather_rows, places_at_most
-from ep_ops.nn.per_expert import refuse_no_route
-from ep_ops.records import TOKEN_MAJOR, Route
+from ep_ops.records import TOKEN_MAJOR, Route, check_types
 
 
 def gather_mm(x: Tensor, w: Tensor, lists: ExpertLists) -> Tensor:
@@ -41,6 +40,7 @@ def gather_mm(x: Tensor, w: Tensor, lists: ExpertLists) -> Tensor:
         [L, N], undefined after the last list.
 
     Raises:
+        TypeError: x or w is not a tensor, or ``lists`` are not ExpertLists.
         ValueError: sizes differ from those of the lists.
     """
     return grouped_mm(gather_rows(x, lists), w, lists.offs)
@@ -61,11 +61,13 @@ def places_route(comm: Communicator, route: Route, lists: ExpertLists) -> Route:
         Route: with L rows.
 
     Raises:
+        TypeError: ``route`` is not a Route, or ``lists`` are not ExpertLists.
         ValueError: the route is not token-major, the lists belong to another number of rows, or the lists have fewer
             places than the rows can need, so places may have been dropped. The result of a token
             without places could not be returned; use ``reduce_rows`` instead.
     """
-    refuse_no_route(route)
+    check_types(Route, route=route)
+    check_types(ExpertLists, lists=lists)
     num_rows, top_k = lists.places.shape
     num_places, most = lists.rows.shape[0], places_at_most(num_rows * top_k, lists.counts.shape[0], lists.alignment)
     if route.layout != TOKEN_MAJOR or num_rows != route.num_rows:
@@ -94,7 +96,12 @@ def weights_of_places(weights: Tensor, lists: ExpertLists) -> Tensor:
 
     Returns:
         [L], 0 for empty places.
+
+    Raises:
+        TypeError: ``weights`` is not a tensor, or ``lists`` are not ExpertLists.
     """
+    check_types(Tensor, weights=weights)
+    check_types(ExpertLists, lists=lists)
     return _OfPlaces.apply(weights, lists.flat, lists.places)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ep_ops import formats
 from ep_ops.nn.grouped import grouped_mm
 from ep_ops.operators.once import once
+from ep_ops.records import check_types
 
 ROW = "e4m3/row/fp32"
 """The format that torch's row-wise grouped GEMM takes on Hopper."""
@@ -34,9 +35,10 @@ def scaled_grouped_mm(rows: Tensor, scales: Tensor, w: Tensor, offs: Tensor) -> 
         bfloat16 [R, N]. Rows after ``offs[-1]`` are undefined, in rows and in the result.
 
     Raises:
-        TypeError: an argument has the wrong dtype.
+        TypeError: an argument is not a tensor, or has the wrong dtype.
         ValueError: an argument has the wrong shape.
     """
+    check_types(Tensor, rows=rows, scales=scales, w=w, offs=offs)
     if rows.dtype != torch.float8_e4m3fn or scales.dtype != torch.float32 or w.dtype != torch.bfloat16:
         raise TypeError(
             f"rows have {rows.dtype}, scales {scales.dtype}, w {w.dtype}; allowed: float8_e4m3fn, float32, bfloat16"

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import registry
 from ..backends.base import Backend
+from ..records import wrong_type
 from .rejection import reject
 
 
@@ -175,20 +176,25 @@ def _reject_misfits(name: str, args: tuple[Any, ...], types: tuple[type, ...]) -
     by_name = {argument.name: given for argument, given in zip(arguments, args, strict=True)}
     for argument in arguments:
         kind, given = str(argument.type), by_name[argument.name]
-        if not _fits(kind, given):
-            found = "None" if given is None else f"a {type(given).__name__}"
-            own = f"this rank's tensor, {argument.name}.to_local()"
-            reason = f"{argument.name} is {found}; allowed: {own if isinstance(given, DTensor) else _ALLOWED[kind]}"
+        if not fits(kind, given):
+            error = misfit(argument.name, given, kind)
             comm = registry.living.get(by_name.get("comm", ""))
-            error = TypeError(reason)
             if comm is None:
                 raise error
             reject(name, comm.backend, error, by_name.get("flight", 0), by_name.get("max_tokens", 0))
 
 
-def _fits(kind: str, given: Any) -> bool:
+def misfit(name: str, given: Any, kind: str) -> TypeError:
+    """Return the error for an argument that does not have the type ``kind`` of a schema."""
+    return wrong_type(
+        name, given, f"this rank's tensor, {name}.to_local()" if isinstance(given, DTensor) else _ALLOWED[kind]
+    )
+
+
+def fits(kind: str, given: Any) -> bool:
+    """Return whether an argument has the type ``kind`` of a schema. DTensors do not fit."""
     if kind == "Optional[Tensor]":
-        return given is None or _fits("Tensor", given)
+        return given is None or fits("Tensor", given)
     if kind == "Tensor":
         return isinstance(given, Tensor) and not isinstance(given, DTensor)
     if kind == "int":

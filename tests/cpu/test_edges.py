@@ -209,7 +209,7 @@ def test_routes_are_not_what_holds_them() -> None:
         rows = comm.dispatch(torch.randn(4, 16), torch.zeros(4, 2, dtype=torch.int32))
         along = comm.combine, comm.combine_gathered, comm.combine_start, comm.dispatch_planned
         for call in along:
-            with pytest.raises(ValueError, match="route is a Dispatched; allowed: a Route"):
+            with pytest.raises(TypeError, match="route is a Dispatched; allowed: a Route"):
                 call(rows.x, rows)
         copies = comm.dispatch(torch.randn(4, 16), torch.zeros(4, 2, dtype=torch.int32), layout="token_major")
         lists = nn.expert_lists(copies.local_idx, comm.num_local_experts)
@@ -218,12 +218,61 @@ def test_routes_are_not_what_holds_them() -> None:
             lambda: nn.of_rows(torch.zeros(comm.num_local_experts), rows),
             lambda: nn.places_route(comm, rows, lists),
         ):  # fmt: skip
-            with pytest.raises(ValueError, match="route is a Dispatched; allowed: a Route"):
+            with pytest.raises(TypeError, match="route is a Dispatched; allowed: a Route"):
                 local()
         with pytest.raises(TypeError, match="started is a StartedDispatch; allowed: what combine_start returned"):
             comm.combine_wait(comm.dispatch_start(torch.randn(4, 16), torch.zeros(4, 2, dtype=torch.int32)))
         with pytest.raises(TypeError, match="started is a Dispatched; allowed: what dispatch_start returned"):
             comm.dispatch_wait(rows)
+
+
+def test_records_are_not_the_tensors_that_they_hold() -> None:
+    with made() as comm:
+        x, idx = torch.randn(4, 16), torch.zeros(4, 2, dtype=torch.int32)
+        rows, copies = comm.dispatch(x, idx), comm.dispatch(x, idx, torch.ones(4, 2), layout="token_major")
+        w, lists = (
+            torch.zeros(comm.num_local_experts, 16, 16),
+            nn.expert_lists(copies.local_idx, comm.num_local_experts),
+        )
+        route, offs = rows.route, rows.route.offs
+        assert copies.weights is not None
+        wrong = {
+            "x": (
+                lambda r: nn.grouped_mm(r, w, offs), lambda r: nn.weights_gradient(r, rows.x, offs),
+                lambda r: nn.gather_mm(r, w, lists), lambda r: nn.gather_rows(r, lists),
+                lambda r: nn.mask_rows(r, route), lambda r: comm.dispatch_planned(r, route),
+                lambda r: nn.expert_mlp(comm, r, idx, torch.ones(4, 2), w, w),
+            ),
+            "offs": (lambda r: nn.grouped_mm(rows.x, w, r), lambda r: nn.weights_gradient(rows.x, rows.x, r)),
+            "w": (lambda r: nn.grouped_mm(rows.x, r, offs), lambda r: nn.gather_mm(copies.x, r, lists)),
+            "grad": (lambda r: nn.weights_gradient(rows.x, r, offs),),
+            "rows": (lambda r: nn.scaled_grouped_mm(r, rows.x, w, offs),),
+            "scales": (lambda r: nn.scaled_grouped_mm(rows.x, r, w, offs),),
+            "gate_and_up": (
+                lambda r: nn.swiglu_rows(r, route), lambda r: nn.swiglu_quantized(r, route), lambda r: nn.swiglu(r),
+            ),
+            "values": (lambda r: nn.of_rows(r, route),),
+            "local_idx": (lambda r: nn.expert_lists(r, comm.num_local_experts),),
+            "y": (lambda r: nn.reduce_rows(r, lists), lambda r: comm.combine(r, route)),
+            "weights": (
+                lambda r: nn.weights_of_places(r, lists), lambda r: nn.reduce_rows(lists.rows[:, None], lists, r),
+            ),
+        }  # fmt: skip
+        of_lists = (
+            lambda r: nn.gather_mm(copies.x, w, r), lambda r: nn.gather_rows(copies.x, r),
+            lambda r: nn.reduce_rows(copies.x, r), lambda r: nn.weights_of_places(copies.weights, r),
+            lambda r: nn.places_route(comm, copies.route, r),
+        )  # fmt: skip
+        for record, kind in ((rows, "Dispatched"), (route, "Route")):
+            for name, calls in wrong.items():
+                for call in calls:
+                    with pytest.raises(TypeError, match=f"^{name} is a {kind}; allowed: a tensor"):
+                        call(record)
+            for call in of_lists:
+                with pytest.raises(TypeError, match=f"^lists is a {kind}; allowed: a ExpertLists"):
+                    call(record)
+        with pytest.raises(TypeError, match="^weights is None; allowed: a tensor"):
+            nn.weights_of_places(rows.weights, lists)
 
 
 def test_what_layers_are_made_of_is_refused_by_name() -> None:

@@ -395,7 +395,7 @@ def test_what_is_refused_is_refused_on_all_ranks() -> None:
         ("previous_handle is a Route; allowed: a DispatchHandle", "rejected by rank 0: previous_handle is a Route"),
         ("format of quant is None; it must be a str", "dispatch: rejected by rank 0: format of quant is None"),
         ("format of quant is None; it must be a str", "dispatch_planned: rejected by rank 0: format of quant is None"),
-        ("rejected by rank 1: handle is a NoneType", "handle is a NoneType; allowed: a DispatchHandle"),
+        ("rejected by rank 1: handle is None", "handle is None; allowed: a DispatchHandle"),
         ("rejected by rank 1: max_tokens is '12'", "max_tokens is '12'; it must be an int"),
         ("rejected by rank 1: max_tokens is 2.5", "max_tokens is 2.5; it must be an int"),
         ("quant is 3; allowed", "rejected by rank 0: quant is 3"),

@@ -5,6 +5,9 @@ The dense model shares the code for routing and for an expert with the layer; ``
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 import cases
 import pytest
 import torch
@@ -254,3 +257,64 @@ def test_nothing_stays_under_way_where_something_is_raised():
 def test_a_layer_needs_a_communicator() -> None:
     with pytest.raises(TypeError, match="comm is 64; expected an ep_ops.Communicator"):
         MoELayer(64, 8)  # type: ignore[arg-type]
+
+
+WRONG_INPUTS: dict[str, tuple[Callable[[torch.Tensor], object], type[Exception], str]] = {
+    "hidden": (lambda x: x[:, 1:], ValueError, f"x has shape (3, {H - 1}); allowed: [..., T, {H}] (hidden_size)"),
+    "dimensions": (lambda x: x[0], ValueError, f"x has shape ({H},); allowed: [..., T, {H}] (hidden_size)"),
+    "number": (lambda x: x[0, 0], ValueError, f"x has shape (); allowed: [..., T, {H}] (hidden_size)"),
+    "dtype": (lambda x: x.double(), TypeError, "x has dtype torch.float64; allowed: torch.float32"),
+    "list": (lambda x: x.tolist(), TypeError, "x is a list; allowed: a tensor"),
+}
+
+
+def rejected_inputs(options: dict, steps: bool) -> None:
+    with communicator(torch.float32) as comm:
+        layer, x = MoELayer(comm, F, **options), torch.randn(3, H)
+        run = layer
+        if steps:
+            run = lambda given: list(layer.steps(given, flight=1))[-1]  # noqa: E731
+        expected = DenseMoE(comm, F, shared_intermediate_size=options.get("shared_intermediate_size", 0))(x)
+        for change, kind, text in WRONG_INPUTS.values():
+            if comm.rank == 0:
+                with pytest.raises(kind) as error:
+                    run(change(x))
+                assert str(error.value) == text
+            else:
+                with pytest.raises(ValueError, match="rejected by rank 0") as error:
+                    run(x)
+                assert text in str(error.value)
+            torch.testing.assert_close(run(x), expected)
+
+
+@pytest.mark.parametrize("shared", [0, 16])
+@pytest.mark.parametrize(("dynamic", "steps"), [(False, False), (False, True), (True, False)])
+def test_a_wrong_input_is_rejected_on_all_ranks(dynamic: bool, steps: bool, shared: int) -> None:
+    run_ranks(2, rejected_inputs, {"dynamic": dynamic, "shared_intermediate_size": shared}, steps)
+
+
+def test_wrong_inputs_on_one_rank() -> None:
+    """The experts alone check before their shared expert; autocast casts other dtypes; dynamic layers have no steps."""
+    with communicator(torch.float32) as comm:
+        layer, x = MoELayer(comm, F, dynamic=True, shared_intermediate_size=16), torch.randn(2, 3, H)
+        ids, weights, _ = layer.router(x)
+        with pytest.raises(ValueError, match=r"x has shape \(2, 3, 31\); allowed: \[..., T, 32\] \(hidden_size\)"):
+            layer.experts(x[..., 1:], ids, weights, shared=layer.shared)
+        with pytest.raises(RuntimeError, match="steps\\(\\) is not available with dynamic=True"):
+            next(layer.steps(x[..., 1:]))
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(layer(x.bfloat16()), layer(x.bfloat16().float()))
+            with pytest.raises(TypeError, match="x has dtype torch.int64; allowed: torch.float32"):
+                layer(x.long())
+
+
+def test_a_wrong_input_of_a_compiled_layer() -> None:
+    with communicator(torch.float32) as comm:
+        layer = MoELayer(comm, F, shared_intermediate_size=16)
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        for change, _, text in WRONG_INPUTS.values():
+            torch._dynamo.reset()  # texts of a second trace name sizes by symbols
+            with pytest.raises(Exception, match=re.escape(text)):
+                compiled(change(torch.randn(3, H)))
+        x = torch.randn(3, H)
+        torch.testing.assert_close(compiled(x), layer(x))
