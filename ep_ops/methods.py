@@ -138,7 +138,7 @@ class Methods:
             Dispatched: received rows, their weights, the route for :meth:`combine`, and counts of dropped rows.
 
         Raises:
-            TypeError: a tensor has the wrong dtype.
+            TypeError: an argument has the wrong type or dtype.
             ValueError: an argument has the wrong shape, device or value, a tensor is not contiguous, or its address is
                 not a multiple of 16 bytes. The other ranks raise ValueError with the same reason.
             RuntimeError: a peer did not arrive within ``timeout`` seconds, or called a different operator.
