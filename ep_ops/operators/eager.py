@@ -104,11 +104,12 @@ def repeat(comm: Caller, name: str, tensors: tuple[Any, ...], others: tuple[Any,
         rows, all_given = tensors[rows_at], tensors[optional_at] is not None
         key = name, others, all_given, rows.shape[0], tensors[ids_at].shape[0]
         known = comm.accepted.get(key)
-    except (TypeError, AttributeError):  # invalid, which is detected below
+    except (TypeError, AttributeError, IndexError):  # invalid, which is detected below
         pass
     if known is not None:
         check, run = known
-        if check(*(tensors if all_given else _given(tensors))) and rows.data_ptr() % _ALIGNED == 0:
+        given = tensors if all_given else tensors[:optional_at] + tensors[optional_at + 1 :]
+        if check(*given) and rows.data_ptr() % _ALIGNED == 0:
             try:
                 return run(*tensors)
             except BaseException as error:
@@ -123,7 +124,7 @@ def repeat(comm: Caller, name: str, tensors: tuple[Any, ...], others: tuple[Any,
 def _run(name: str, args: tuple[Any, ...]) -> tuple[Any, bool]:
     """Return the results of a call that only autograd may intercept, and whether the implementation alone has run."""
     types = tuple(map(type, args))
-    if not (types in _PLAIN[name] or _plain(name, types)) or _first(args).is_meta:
+    if not (types in _PLAIN[name] or _plain(name, types)) or _first(args).is_meta or _tracing_state() is not None:
         return _dispatched(name, args, types), False
     asks = _asks(*args)
     if asks and _is_grad_enabled():
@@ -242,6 +243,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _profiler_enabled = torch.autograd._profiler_enabled
+_tracing_state = torch._C._get_tracing_state  # of torch.jit.trace, whose tensors no guard accepts
 
 
 def _heeded() -> bool:

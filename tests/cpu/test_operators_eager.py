@@ -176,6 +176,19 @@ def test_profilers_see_it(comm, calls):
 
 
 @torch.no_grad()
+def test_traces_hold_operators(comm, calls):
+    """Of calls that are recognized, too. Outputs of kernels would be constants of the trace."""
+    x, idx, weights = given()
+    many(comm, x, idx, weights)
+    calls.clear()
+    traced = torch.jit.trace(lambda rows: comm.dispatch(rows, idx, weights).x, x, check_trace=False)
+    assert "ep::dispatch" in str(traced.graph) and calls == []
+    sent = comm.dispatch(x * 2, idx, weights)
+    held = sent.route.recv_from >= 0
+    assert torch.equal(traced(x * 2)[held], sent.x[held])
+
+
+@torch.no_grad()
 def test_meta_tensors_have_shapes_alone(comm, calls):
     sent = comm.dispatch(*given("meta"))
     assert sent.x.is_meta and sent.x.shape == (comm.capacity(), 8) and calls == []
@@ -250,6 +263,8 @@ WRONG = {
     "no tensor": (lambda x, idx, w: (x.tolist(), idx, w), "x is a list"),
     "weights": (lambda x, idx, w: (x, idx, w[:, :1]), "topk_weights has shape"),
     "ids": (lambda x, idx, w: (x, idx.float(), w), "topk_idx has dtype"),
+    "no dimensions": (lambda x, idx, w: (x[0, 0], idx, w), r"x has shape \(\)"),
+    "ids without dimensions": (lambda x, idx, w: (x, idx[0, 0], w), r"topk_idx has shape \(\)"),
 }
 
 
@@ -266,6 +281,24 @@ def test_what_is_wrong_is_not_recognized(comm, calls, what):
     calls.clear()
     comm.dispatch(x, idx, weights)
     assert calls == ["dispatch"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("field", ["topk_idx", "send_rows", "arrivals", "offs", "counts"])
+def test_a_route_without_a_tensor_is_not_recognized(comm, monkeypatch, field):
+    """Nor mistaken for the weights that the call lacks as well. The other ranks are informed."""
+    x, idx, _ = given()
+    sent = many(comm, x, idx)
+    for _ in range(3):
+        comm.combine(sent.x, sent.route)
+        comm.dispatch_planned(x, sent.route)
+    told: list[str] = []
+    monkeypatch.setattr(comm.backend, "reject", lambda operator, *args: told.append(operator))
+    route = sent.route._replace(**{field: None})
+    for call in (lambda: comm.combine(sent.x, route), lambda: comm.dispatch_planned(x, route)):
+        with pytest.raises(TypeError, match=f"{field} is None; allowed: a tensor"):
+            call()
+    assert told == ["combine", "dispatch_planned"]
 
 
 def test_what_is_recognized_has_right_values(comm):
