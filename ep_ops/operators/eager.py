@@ -147,7 +147,7 @@ def _dispatched(name: str, args: tuple[Any, ...], types: tuple[type, ...]) -> An
 def _accept(comm: Caller, key: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> None:
     """Remember a call that has passed its checks, the second time that it occurs: what checks its tensors, and what
     runs it. From then on tensors with the same types, dtypes, devices, sizes and strides are accepted, without
-    gradients and in the same modes."""
+    gradients and in the same modes. The stride of a dimension of size 1 may be any, as for contiguous tensors."""
     accepted = comm.accepted
     # One that was destroyed may have passed the call to a communicator of the same name.
     if any(isinstance(other, Tensor) for other in others) or registry.living.get(comm.name) is not comm:
@@ -159,7 +159,10 @@ def _accept(comm: Caller, key: Any, tensors: tuple[Any, ...], others: tuple[Any,
         return
     given = _given(tensors)
     sizes: list[Any] = [list(tensor.shape) for tensor in given]
-    strides: list[Any] = [list(tensor.stride()) for tensor in given]
+    strides: list[Any] = [
+        [None if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        for tensor in given
+    ]
     guards = TensorGuards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     accepted[key] = guards.check, UNCHECKED[key[0]].bind(comm.backend, tensors, others)
 

@@ -353,6 +353,18 @@ def test_calls_of_other_sizes_are_recognized_in_turns(comm, monkeypatch):
 
 
 @torch.no_grad()
+def test_one_token_is_recognized_whatever_its_stride(comm, calls, monkeypatch):
+    x, idx, weights = given()
+    many(comm, x[:1], idx[:1], weights[:1])
+    wide = torch.randn(1, 24)[:, 8:16]
+    assert wide.is_contiguous() and wide.stride() != x[:1].stride()
+    monkeypatch.setattr(eager, "_run", lambda *args: pytest.fail("it is checked again"))
+    sent = comm.dispatch(wide, idx[:1], weights[:1])
+    held = sent.route.recv_from >= 0
+    assert torch.equal(sent.x[held], wide.expand(2, 8))
+
+
+@torch.no_grad()
 def test_what_is_remembered(comm, monkeypatch):
     """A few calls, and no call with a tensor behind ``comm``, which no guard would look at."""
     x, idx, weights = given()
