@@ -6,6 +6,7 @@ python benchmarks/charts.py          # rewrites compare-2-h100.svg and compare-4
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 from ep_ops.bench.figures import pyplot
 
 RESULTS = Path(__file__).resolve().parent / "results"
-COLOURS = {"ep_ops": "#1b6ca8", "mscclpp": "#e08e3a", "NCCL": "#8a8a8a", "eager PyTorch": "#c5b0d5"}
+EARLIER = "ep_ops of 2026-11-24"
+COLOURS = {"ep_ops": "#1b6ca8", EARLIER: "#7fb3d9", "mscclpp": "#e08e3a", "NCCL": "#8a8a8a", "eager PyTorch": "#c5b0d5"}
 
 DARK = {
     "text": "fill: #e6edf3",
@@ -26,13 +28,14 @@ DARK = {
 """CSS selector -> property of a chart on a dark page. matplotlib writes each color as an inline style."""
 
 Chart = dict[str, Any]
-"""title; bars: label -> name -> µs; decode: tokens, and a panel title -> name -> µs for each number of tokens."""
+"""title; bars: label -> name -> µs, or None if not measured; decode: tokens, and a panel title -> name -> µs for each
+number of tokens."""
 
 
 def with_mscclpp() -> Chart:
     """Return the chart of ep_ops and mscclpp on two H100s."""
     run = json.loads((RESULTS / "compare-2-h100.json").read_text())
-    names = ("ep_ops", "mscclpp")
+    names = ("ep_ops", EARLIER, "mscclpp")
     return {
         "title": "2 × H100, hidden 7168, 256 experts, top-8, bfloat16",
         "bars": {row["what"]: {name: row[name] for name in names} for row in run["large"]["rows"]},
@@ -83,10 +86,10 @@ def draw(chart: Chart, path: Path) -> None:
     labels, names = list(chart["bars"]), list(next(iter(chart["bars"].values())))
     height = 0.8 / len(names)
     for number, name in enumerate(names):
-        values = [chart["bars"][label][name] for label in labels]
+        values = [chart["bars"][label][name] or math.nan for label in labels]
         places = [i + (number - (len(names) - 1) / 2) * height for i in range(len(labels))]
         drawn = bars.barh(places, values, height * 0.92, color=COLOURS[name], label=name)
-        bars.bar_label(drawn, fmt="%.0f", padding=2, fontsize=9)
+        bars.bar_label(drawn, ["" if math.isnan(us) else f"{us:.0f}" for us in values], padding=2, fontsize=9)
     bars.set(yticks=range(len(labels)), yticklabels=[label.replace(", ", ",\n") for label in labels])
     bars.set(title="4096 tokens a rank", xlabel="µs, less is better")
     bars.invert_yaxis()
