@@ -5,7 +5,7 @@ Tensors that cannot be converted are returned unchanged; the operator then raise
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -52,10 +52,15 @@ def with_weights(wanted: Wanted, x: Tensor, given: Tensor | None) -> tuple[Tenso
     return x, given
 
 
+def convertible(given: object) -> TypeGuard[Tensor]:
+    """Return whether the dimensions of an argument can be flattened: it is a tensor without jagged dimensions."""
+    return isinstance(given, Tensor) and not given.is_nested
+
+
 def rows(wanted: Wanted, x: Tensor) -> Tensor:
     """Flatten [..., H] to [T, H], and under autocast cast to the communicator's dtype. Tensors of one byte for each
     number are already quantized and are not cast."""
-    if not isinstance(x, Tensor):
+    if not convertible(x):
         return x
     if x.dim() > 2:
         x = x.flatten(0, -2)
@@ -76,14 +81,14 @@ def autocasts(kind: str) -> bool:
 
 def scales(given: Tensor, batch: tuple[int, ...] | None) -> Tensor:
     """Flatten [..., G] or [...] to [T, G] or [T], for tokens of several dimensions."""
-    if batch is None or not isinstance(given, Tensor) or given.dim() < len(batch):
+    if batch is None or not convertible(given) or given.dim() < len(batch):
         return given
     return given.flatten(0, len(batch) - 1)
 
 
 def weights(wanted: Wanted, given: Tensor | None) -> Tensor | None:
     """Flatten [..., K] to [T, K] and widen narrower dtypes."""
-    if not isinstance(given, Tensor):
+    if not convertible(given):
         return given
     if given.dim() > 2:
         given = given.flatten(0, -2)
@@ -94,7 +99,7 @@ def weights(wanted: Wanted, given: Tensor | None) -> Tensor | None:
 
 def ids(topk_idx: Tensor) -> Tensor:
     """Flatten ids to int32 [T, K]. int64 ids outside of the int32 range become an invalid id."""
-    if not isinstance(topk_idx, Tensor):
+    if not convertible(topk_idx):
         return topk_idx
     if topk_idx.dim() > 2:
         topk_idx = topk_idx.flatten(0, -2)
@@ -109,4 +114,4 @@ def _own(wanted: Wanted, topk_idx: Tensor) -> Tensor:
 
 def _batch(topk_idx: Tensor) -> tuple[int, ...] | None:
     """Return the dimensions of the tokens if there are several, else None."""
-    return tuple(topk_idx.shape[:-1]) if isinstance(topk_idx, Tensor) and topk_idx.dim() > 2 else None
+    return tuple(topk_idx.shape[:-1]) if convertible(topk_idx) and topk_idx.dim() > 2 else None

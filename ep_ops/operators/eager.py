@@ -190,17 +190,20 @@ def _reject_misfits(name: str, args: tuple[Any, ...], types: tuple[type, ...]) -
 
 def misfit(name: str, given: Any, kind: str) -> TypeError:
     """Return the error for an argument that does not have the type ``kind`` of a schema."""
-    return wrong_type(
-        name, given, f"this rank's tensor, {name}.to_local()" if isinstance(given, DTensor) else _ALLOWED[kind]
-    )
+    allowed = _ALLOWED[kind]
+    if isinstance(given, DTensor):
+        allowed = f"this rank's tensor, {name}.to_local()"
+    elif isinstance(given, Tensor):
+        allowed = f"a tensor without jagged dimensions, such as {name}.values()"
+    return wrong_type(name, given, allowed)
 
 
 def fits(kind: str, given: Any) -> bool:
-    """Return whether an argument has the type ``kind`` of a schema. DTensors do not fit."""
+    """Return whether an argument has the type ``kind`` of a schema. DTensors and jagged tensors do not fit."""
     if kind == "Optional[Tensor]":
         return given is None or fits("Tensor", given)
     if kind == "Tensor":
-        return isinstance(given, Tensor) and not isinstance(given, DTensor)
+        return isinstance(given, Tensor) and not isinstance(given, DTensor) and not given.is_nested
     if kind == "int":
         return isinstance(given, torch.dtype) or hasattr(given, "__index__")
     if kind == "bool":

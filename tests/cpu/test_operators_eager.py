@@ -241,6 +241,17 @@ def test_what_is_no_tensor(comm, calls):
     assert calls == []
 
 
+@pytest.mark.parametrize("name", ["x", "topk_idx", "topk_weights"])
+def test_jagged_tensors_are_refused_on_all_ranks(comm, monkeypatch, name):
+    told: list[str] = []
+    monkeypatch.setattr(comm.backend, "reject", lambda operator, text, *args: told.append(text))
+    args = dict(zip(("x", "topk_idx", "topk_weights"), given(), strict=True))
+    args[name] = torch.nested.nested_tensor([args[name][:1], args[name][1:]], layout=torch.jagged)
+    with pytest.raises(TypeError, match=rf"{name} is a NestedTensor; .* such as {name}\.values\(\)"):
+        comm.dispatch(**args)
+    assert len(told) == 1 and told[0].startswith(f"{name} is a NestedTensor")
+
+
 def many(comm: ep_ops.Communicator, *args: Any, **more: Any) -> Any:
     """The result of a call that is recognized."""
     for _ in range(3):
