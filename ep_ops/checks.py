@@ -8,7 +8,7 @@ tensors are not checked here, since that would synchronize the device.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,25 +28,26 @@ from meta_kernels.formats import (
 from .arrivals import rows_of, size
 from .config import Member
 from .formats.quantize import refuse_hidden
-from .records import FLIGHTS, INT32_LIMIT, MAX_ALIGNMENT, PADDED, ROW_LAYOUTS, TOKEN_MAJOR
+from .records import FLIGHTS, INT32_LIMIT, MAX_ALIGNMENT, PADDED, ROW_LAYOUTS, TOKEN_MAJOR, wrong_type
 
 _INT32 = torch.int32
 _ROW_BYTES = 16  # rows begin at multiples of it, as bulk copies require
 WIRE = tuple(name for name, form in FORMATS.items() if form.wire)
 _QUANTIZED = ", ".join(repr(name) for name, form in FORMATS.items() if not form.wire)
 _MOST_HIDDEN = 2**16  # limit of rows in a format on GPUs: the ring of a pulling block holds whole rows
-_OF_ROUTE = "the rows of the route"
-_OF_IDS = "the tokens of topk_idx"
+_OF_ROUTE = "the rows of the route, hidden_size"
+_OF_IDS = "the tokens of topk_idx, hidden_size"
+_WEIGHTS_OF_ROUTE = " for each row of the route, like the weights that dispatch returns; pass None for no weights"
+_ONE = f"one{_WEIGHTS_OF_ROUTE}"
+_TOP_K = f"top_k{_WEIGHTS_OF_ROUTE}"
 _EXACT = ", ".join(repr(layout) for layout in ROW_LAYOUTS if layout != PADDED)
-_FLIGHTS = range(FLIGHTS)
 
 
 def plan(m: Member, a: Any) -> None:
     _same_sizes(m, a.num_local_experts, a.world_size)
     _layout(a.layout, a.alignment, a.slots)
     _rows_asked(m, a.capacity, a.alignment, a.slots)
-    _bound(m, a.max_tokens)
-    _tokens(m, a.topk_idx, a.max_tokens)
+    _tokens(m, a)
 
 
 def dispatch(m: Member, a: Any) -> None:
@@ -59,13 +60,12 @@ def dispatch_dynamic(m: Member, a: Any) -> None:
     if a.layout == PADDED:
         raise ValueError(f"layout is {PADDED!r}, whose rows are slots; allowed with exact sizes: {_EXACT}")
     _layout(a.layout, a.alignment, 0)
-    _bound(m, a.max_tokens)
-    _tokens(m, a.topk_idx, a.max_tokens)
+    _tokens(m, a)
     _of_tokens(m, a)
 
 
 def dispatch_planned(m: Member, a: Any) -> None:
-    _num_rows(a.num_rows, _route(m, a))
+    _route(m, a)
     _layout(a.layout, a.alignment, a.slots)
     if a.slots and a.num_rows != m.num_local_experts * a.slots:
         raise ValueError(
@@ -78,7 +78,7 @@ def combine(m: Member, a: Any) -> None:
     rows = _route(m, a)
     _rows(m, "y", a.y, rows, _OF_ROUTE)
     if a.recv_weights is not None:
-        _row_weights(m, "recv_weights", a.recv_weights, (rows,))
+        _tensor(m, "recv_weights", a.recv_weights, m.weights_dtype, (rows,), _ONE)
     residual = getattr(a, "residual", None)  # split operations take none
     if residual is not None:
         _rows(m, "residual", residual, a.topk_idx.shape[0], _OF_IDS)
@@ -102,30 +102,28 @@ def combine_gathered(m: Member, a: Any) -> None:
 
 def dispatch_backward(m: Member, a: Any) -> None:
     rows = _route(m, a)
-    if a.layout not in ROW_LAYOUTS:
-        _no_layout(a.layout)
+    _layout_name(a.layout)
     if a.grad_recv_x is None and a.grad_recv_weights is None:
         raise ValueError("grad_recv_x and grad_recv_weights are both None; one of them must be given")
     if a.grad_recv_x is not None:
         _rows(m, "grad_recv_x", a.grad_recv_x, rows, _OF_ROUTE)
     if a.grad_recv_weights is not None:
-        shape = (rows, m.top_k) if a.layout == TOKEN_MAJOR else (rows,)
-        _row_weights(m, "grad_recv_weights", a.grad_recv_weights, shape)
+        shape, why = ((rows, m.top_k), _TOP_K) if a.layout == TOKEN_MAJOR else ((rows,), _ONE)
+        _tensor(m, "grad_recv_weights", a.grad_recv_weights, m.weights_dtype, shape, why)
 
 
 def combine_backward(m: Member, a: Any) -> None:
     rows = _route(m, a)
-    _num_rows(a.num_rows, rows)
     _rows(m, "grad_out", a.grad_out, a.topk_idx.shape[0], _OF_IDS)
     if a.y is not None:
         _rows(m, "y", a.y, rows, _OF_ROUTE)
     if a.recv_weights is not None:
-        _row_weights(m, "recv_weights", a.recv_weights, (rows,))
+        _tensor(m, "recv_weights", a.recv_weights, m.weights_dtype, (rows,), _ONE)
 
 
 def flight(number: int) -> None:
     """Check the flight of a split operation."""
-    if number not in _FLIGHTS:
+    if number not in range(FLIGHTS):
         raise ValueError(
             f"flight is {number}; allowed: 0..{FLIGHTS - 1}, since {FLIGHTS} split operations of a communicator can be"
             " in progress at once"
@@ -154,14 +152,8 @@ def _alignment(alignment: int) -> None:
         raise ValueError(f"alignment is {alignment}; allowed: 1..{MAX_ALIGNMENT}")
 
 
-def _num_rows(num_rows: int, planned: int) -> None:
-    if num_rows != planned:
-        raise ValueError(f"num_rows is {num_rows}; allowed: {planned} ({_OF_ROUTE})")
-
-
 def _layout(layout: str, alignment: int, slots: int) -> None:
-    if layout not in ROW_LAYOUTS:
-        _no_layout(layout)
+    _layout_name(layout)
     _alignment(alignment)
     if layout == TOKEN_MAJOR and alignment != 1:
         raise ValueError(f"alignment is {alignment}; allowed with layout {TOKEN_MAJOR!r}: 1 (it has no segments)")
@@ -174,8 +166,9 @@ def _layout(layout: str, alignment: int, slots: int) -> None:
         )
 
 
-def _no_layout(layout: str) -> NoReturn:
-    raise ValueError(f"layout is {layout!r}; allowed: {', '.join(map(repr, ROW_LAYOUTS))}")
+def _layout_name(layout: str) -> None:
+    if layout not in ROW_LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; allowed: {', '.join(map(repr, ROW_LAYOUTS))}")
 
 
 def _rows_asked(comm: Member, capacity: int, alignment: int, slots: int) -> None:
@@ -190,25 +183,20 @@ def _rows_asked(comm: Member, capacity: int, alignment: int, slots: int) -> None
         )
 
 
-def _bound(comm: Member, max_tokens: int) -> None:
-    if not 0 <= max_tokens <= comm.max_tokens_per_rank:
-        raise ValueError(f"max_tokens is {max_tokens}; allowed: 0..max_tokens_per_rank {comm.max_tokens_per_rank}")
-
-
 # ---------------------------------------------------------------------- tensors
 
 
-def _tokens(comm: Member, topk_idx: Tensor, max_tokens: int) -> None:
-    if topk_idx is None:
-        _no_tensor("topk_idx")
-    shape = topk_idx.shape
+def _tokens(comm: Member, a: Any) -> None:
+    """Check ``max_tokens`` and ``topk_idx``."""
+    if not 0 <= a.max_tokens <= comm.max_tokens_per_rank:
+        raise ValueError(f"max_tokens is {a.max_tokens}; allowed: 0..max_tokens_per_rank {comm.max_tokens_per_rank}")
+    _tensor(comm, "topk_idx", a.topk_idx, _INT32)
+    shape = a.topk_idx.shape
     if len(shape) != 2 or shape[1] != comm.top_k:
         raise ValueError(f"topk_idx has shape {tuple(shape)}; allowed: [T, {comm.top_k}] (top_k of {comm.name!r})")
-    if shape[0] > max_tokens:
-        bound = "max_tokens" if max_tokens < comm.max_tokens_per_rank else "max_tokens_per_rank"
-        raise ValueError(f"topk_idx has {shape[0]} tokens; allowed: at most {bound} {max_tokens}")
-    if topk_idx.dtype is not _INT32 or topk_idx.device != comm.device or not topk_idx.is_contiguous():
-        _wrong_kind(comm, "topk_idx", topk_idx, _INT32)
+    if shape[0] > a.max_tokens:
+        bound = "max_tokens" if a.max_tokens < comm.max_tokens_per_rank else "max_tokens_per_rank"
+        raise ValueError(f"topk_idx has {shape[0]} tokens; allowed: at most {bound} {a.max_tokens}")
 
 
 def _of_tokens(comm: Member, a: Any) -> None:
@@ -223,44 +211,26 @@ def _of_tokens(comm: Member, a: Any) -> None:
 
 
 def _route(comm: Member, a: Any) -> int:
-    """Check the tensors of a route and return its number of rows."""
+    """Check the tensors of a route, and ``num_rows`` if the operator takes it. Return the number of rows."""
     try:
-        return _rows_of_route(comm, a)
+        _tensor(comm, "arrivals", a.arrivals, _INT32)
+        shape = a.arrivals.shape
+        rows = rows_of(shape[0], comm.world_size) if len(shape) == 1 else -1
+        if rows < 0:
+            least = size(0, comm.world_size)
+            raise ValueError(
+                f"arrivals has shape {tuple(shape)}; allowed: [4 R + {least}] for R rows (world_size"
+                f" {comm.world_size} + 3)"
+            )
+        if getattr(a, "num_rows", rows) != rows:
+            raise ValueError(f"num_rows is {a.num_rows}; allowed: {rows} (the rows of the route)")
+        _tokens(comm, a)
+        _tensor(comm, "send_rows", a.send_rows, _INT32, a.topk_idx.shape, "the shape of topk_idx")
+        _tensor(comm, "offs", a.offs, _INT32, (comm.num_local_experts,), "one for each local expert")
+        _tensor(comm, "counts", a.counts, _INT32, (comm.num_local_experts,), "one for each local expert")
+        _alignment(a.alignment)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{error}. Pass a route of communicator {comm.name!r}.") from None
-
-
-def _rows_of_route(comm: Member, a: Any) -> int:
-    arrivals = a.arrivals
-    if arrivals is None:
-        _no_tensor("arrivals")
-    shape = arrivals.shape
-    rows = rows_of(shape[0], comm.world_size) if len(shape) == 1 else -1
-    if rows < 0:
-        least = size(0, comm.world_size)
-        raise ValueError(
-            f"arrivals has shape {tuple(shape)}; allowed: [4 R + {least}] for R rows (world_size {comm.world_size} + 3)"
-        )
-    if arrivals.dtype is not _INT32 or arrivals.device != comm.device or not arrivals.is_contiguous():
-        _wrong_kind(comm, "arrivals", arrivals, _INT32)
-    topk_idx, send_rows, offs, counts, device = a.topk_idx, a.send_rows, a.offs, a.counts, comm.device
-    if not 0 <= a.max_tokens <= comm.max_tokens_per_rank:
-        _bound(comm, a.max_tokens)
-    _tokens(comm, topk_idx, a.max_tokens)
-    per_expert = (comm.num_local_experts,)
-    if (
-        send_rows is None or send_rows.dtype is not _INT32 or send_rows.shape != topk_idx.shape
-        or send_rows.device != device or not send_rows.is_contiguous()
-        or offs is None or offs.dtype is not _INT32 or offs.shape != per_expert
-        or offs.device != device or not offs.is_contiguous()
-        or counts is None or counts.dtype is not _INT32 or counts.shape != per_expert
-        or counts.device != device or not counts.is_contiguous()
-    ):  # fmt: skip
-        _tensor(comm, "send_rows", send_rows, _INT32, topk_idx.shape, "the shape of topk_idx")
-        _tensor(comm, "offs", offs, _INT32, per_expert, "one for each local expert")
-        _tensor(comm, "counts", counts, _INT32, per_expert, "one for each local expert")
-    if not 1 <= a.alignment <= MAX_ALIGNMENT:
-        _alignment(a.alignment)
     return rows
 
 
@@ -305,44 +275,23 @@ def _delivery(comm: Member, a: Any) -> None:
 
 def _rows(comm: Member, name: str, rows: Tensor, count: int, why: str, dtype: torch.dtype | None = None) -> None:
     """Check rows [count, H] of ``dtype`` (None: the communicator's), which begin at a multiple of 16 bytes."""
-    if rows is None:
-        _no_tensor(name)
-    shape = rows.shape
-    if len(shape) != 2 or shape[1] != comm.hidden_size or shape[0] != count:
-        allowed = f"[{count}, {comm.hidden_size}] ({why}, hidden_size)"
-        raise ValueError(f"{name} has shape {tuple(shape)}; allowed: {allowed}")
-    wanted = comm.dtype if dtype is None else dtype
-    if rows.dtype is not wanted or rows.device != comm.device or not rows.is_contiguous():
-        _wrong_kind(comm, name, rows, wanted)
+    _tensor(comm, name, rows, comm.dtype if dtype is None else dtype, (count, comm.hidden_size), why)
     if rows.data_ptr() % _ROW_BYTES:
         raise ValueError(f"{name} begins at address {rows.data_ptr():#x}; allowed: multiples of {_ROW_BYTES} bytes")
 
 
-def _no_tensor(name: str) -> NoReturn:
-    """Raise for None, which PyTorch accepts where a schema says Tensor."""
-    raise TypeError(f"{name} is None; allowed: a tensor")
-
-
-def _row_weights(comm: Member, name: str, weights: Tensor, shape: tuple[int, ...]) -> None:
-    each = "one" if len(shape) == 1 else "top_k"
-    hint = f"{each} for each row of the route, like the weights that dispatch returns; pass None for no weights"
-    _tensor(comm, name, weights, comm.weights_dtype, shape, hint)
-
-
-def _tensor(comm: Member, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], why: str) -> None:
-    if tensor is None:
-        _no_tensor(name)
-    if tensor.shape != shape and tensor.dtype is dtype:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; allowed: {list(shape)} ({why})")
-    if tensor.dtype is not dtype or tensor.device != comm.device or not tensor.is_contiguous():
-        _wrong_kind(comm, name, tensor, dtype)
-
-
-def _wrong_kind(comm: Member, name: str, tensor: Tensor, dtype: torch.dtype) -> NoReturn:
-    """Raise the error for a wrong dtype, device or stride. Callers test first, because each call costs host time."""
+def _tensor(
+    comm: Member, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = None, why: str = ""
+) -> None:
+    """Check a tensor, which must be contiguous. ``shape`` None: the caller checks it."""
+    if tensor is None:  # PyTorch accepts it where a schema says Tensor
+        raise wrong_type(name, tensor, Tensor)
     if tensor.dtype is not dtype:
         also = ", or torch.int64 in methods of Communicator" if name == "topk_idx" else ""
         raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: {dtype}{also}")
+    if shape is not None and tensor.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; allowed: {list(shape)} ({why})")
     if tensor.device != comm.device:
         raise ValueError(f"{name} is on {tensor.device}; communicator {comm.name!r} is on {comm.device}")
-    raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")

@@ -486,7 +486,7 @@ def test_host_time_of_a_call(comm, monkeypatch, name):
     assert 0 < python <= most_python + OTHERS and 0 < c <= most_c + OTHERS
 
 
-MOST_WITH_GRADIENT = {"dispatch": (59, 54), "combine": (46, 61)}
+MOST_WITH_GRADIENT = {"dispatch": (61, 54), "combine": (51, 61)}
 """The same where something asks for a gradient: every argument is checked each time."""
 
 
