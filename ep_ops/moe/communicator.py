@@ -22,13 +22,14 @@ from ep_ops import backends
 from ep_ops.arguments import device_of, group_of
 from ep_ops.communicator import Communicator, refuse_destroyed
 from ep_ops.config import most_token_rows
+from ep_ops.formats import round_up
 from ep_ops.group.exchange import Exchange
 from ep_ops.operators.rejection import reject
 from ep_ops.overflow import recomputing
 from ep_ops.records import PADDED, TOKEN_MAJOR, Dispatched, StartedCombine, StartedDispatch, wrong_type
 
 from . import placement as placements
-from .config import EXACT, MoECommunicatorConfig, Quant, latency_problem, text_problem
+from .config import EXACT, MoECommunicatorConfig, Quant, quant_problem
 from .placement import ReplicaMap
 from .ranges import ranged
 from .records import DispatchHandle, DispatchOutput, Request
@@ -83,10 +84,9 @@ class MoECommunicator:
         if self.placement is not None:
             sizes = config.num_experts, comm.max_tokens_per_rank, comm.rank, comm.device
             self._map = ReplicaMap(self.placement, *sizes)
-        self._quant, self._latency = config.quant, config.mode == "latency"
-        self._exact = config.capacity == EXACT
-        self._operator = "dispatch_dynamic" if self._exact else "dispatch"
-        self._splits = config.overlap and not self._exact
+        exact = config.capacity == EXACT
+        self._operator = "dispatch_dynamic" if exact else "dispatch"
+        self._splits = config.overlap and not exact
         self._usual = self._given(config.quant, None, self._operator)
         self._counts: Counts | None = None
         # Rows kept and dropped under earlier placements.
@@ -147,10 +147,8 @@ class MoECommunicator:
         """
         if previous_handle is not None:
             return self._along(input, topk_ids, weights, quant, previous_handle)
-        how = self._quant if quant is None else self._how(quant, max_tokens, self._operator)
-        ids: Any = topk_ids if self._map is None or topk_ids is None else self._map.of(topk_ids)
-        given = self._usual if quant is None and max_tokens is None else self._given(how, max_tokens, self._operator)
-        return self._arrived(self.comm.dispatch(input, ids, weights, exact=self._exact, **given), how)
+        how, ids, given = self._asked(topk_ids, quant, max_tokens, self._operator)
+        return self._arrived(self.comm.dispatch(input, ids, weights, **given), how)
 
     @ranged("ep_ops.moe.combine")
     def combine(self, expert_output: Tensor, handle: DispatchHandle) -> Tensor:
@@ -169,8 +167,7 @@ class MoECommunicator:
         Raises:
             TypeError, ValueError, RuntimeError: as for :meth:`ep_ops.Communicator.combine`.
         """
-        if not isinstance(handle, DispatchHandle):
-            self._reject_handle("combine", "handle", handle)
+        self._check_handle("combine", "handle", handle)
         out = self.comm.combine(expert_output, handle.route, handle.weights, format=self.config.combine_format)
         self._returned(handle)
         return out
@@ -193,10 +190,7 @@ class MoECommunicator:
         if not self._splits or previous_handle is not None:
             done = self.dispatch(input, topk_ids, weights, quant, previous_handle, max_tokens=max_tokens)
             return Request(lambda: done)
-        operator = "dispatch_start"
-        how = self._quant if quant is None else self._how(quant, max_tokens, operator, flight)
-        ids: Any = topk_ids if self._map is None or topk_ids is None else self._map.of(topk_ids)
-        given = self._given(how, max_tokens, operator, flight)
+        how, ids, given = self._asked(topk_ids, quant, max_tokens, "dispatch_start", flight)
         started = self.comm.dispatch_start(input, ids, weights, flight=flight, **given)
         return Request(lambda: self._dispatch_wait(started, how))
 
@@ -206,8 +200,7 @@ class MoECommunicator:
         if not self._splits:
             done = self.combine(expert_output, handle)
             return Request(lambda: done)
-        if not isinstance(handle, DispatchHandle):
-            self._reject_handle("combine_start", "handle", handle, flight)
+        self._check_handle("combine_start", "handle", handle, flight)
         format = self.config.combine_format
         started = self.comm.combine_start(expert_output, handle.route, handle.weights, format=format, flight=flight)
         return Request(lambda: self._combine_wait(started, handle))
@@ -228,14 +221,13 @@ class MoECommunicator:
     ) -> tuple[DispatchOutput, DispatchHandle]:  # fmt: skip
         """Dispatch along an existing route."""
         operator = "dispatch_planned"
-        if not isinstance(handle, DispatchHandle):
-            self._reject_handle(operator, "previous_handle", handle)
+        self._check_handle(operator, "previous_handle", handle)
         route = handle.route
-        how = self._quant if quant is None else self._how(quant, route.max_tokens, operator)
+        how = self.config.quant if quant is None else self._how(quant, route.max_tokens, operator)
         if topk_ids is not None:
             reason = "topk_ids is given with previous_handle, whose route is known; allowed: None"
             self._reject(operator, reason, route.max_tokens)
-        if self._latency:
+        if self.config.mode == "latency":
             reason = "previous_handle is given; mode 'latency' has no kernels for known routes; allowed: mode 'auto'"
             self._reject(operator, reason, route.max_tokens)
         sent = self.comm.dispatch_planned(
@@ -260,12 +252,17 @@ class MoECommunicator:
 
     # ------------------------------------------------------------------ arguments of a call
 
+    def _asked(
+        self, topk_ids: Any, quant: Quant | None, max_tokens: int | None, operator: str, flight: int = 0
+    ) -> tuple[Quant, Any, dict[str, Any]]:
+        """Return the quantization, the physical ids and the other arguments of a dispatch."""
+        how = self.config.quant if quant is None else self._how(quant, max_tokens, operator, flight)
+        ids = topk_ids if self._map is None else self._map.of(topk_ids)
+        usual = quant is None and max_tokens is None
+        return how, ids, self._usual if usual else self._given(how, max_tokens, operator, flight)
+
     def _how(self, quant: Quant, max_tokens: int | None, operator: str, flight: int = 0) -> Quant:
-        if isinstance(quant, Quant):
-            problem = text_problem(quant) or (latency_problem(quant) if self._latency else None)
-        else:
-            problem = f"quant is {quant!r}; allowed: None, or an ep_ops.moe.Quant"
-        if problem is not None:
+        if problem := quant_problem(quant, self.config.mode):
             self._reject(operator, problem, max_tokens, flight)
         return quant
 
@@ -279,26 +276,26 @@ class MoECommunicator:
     def _room(self, max_tokens: int) -> dict[str, Any]:
         """Return the sizes for ``max_tokens`` tokens of each rank, at most those of the worst case."""
         capacity, comm = self.config.capacity, self.comm
-        if self._exact:
-            return {"max_tokens": max_tokens}
+        if isinstance(capacity, str):  # EXACT
+            return {"exact": True, "max_tokens": max_tokens}
         if self.config.layout == PADDED:
-            most = -(-comm.world_size * max_tokens // comm.alignment) * comm.alignment  # all tokens name one expert
-            most = max(most, comm.alignment)
-            return {"slots": most if capacity is None else min(capacity, most), "max_tokens": max_tokens}  # type: ignore[type-var]
+            most = round_up(max(comm.world_size * max_tokens, 1), comm.alignment)  # all tokens name one expert
+            return {"slots": most if capacity is None else min(capacity, most), "max_tokens": max_tokens}
         if capacity is not None:
             most = comm.capacity(max_tokens)
             if self.config.layout == TOKEN_MAJOR:
                 most = most_token_rows(comm.world_size, max_tokens, comm.num_local_experts)
-            capacity = min(capacity, most)  # type: ignore[type-var]
+            capacity = min(capacity, most)
         return {"capacity": capacity, "max_tokens": max_tokens}
 
     def _reject(self, operator: str, reason: str, max_tokens: int | None, flight: int = 0) -> None:
         most = self.comm.max_tokens_per_rank if max_tokens is None else max_tokens
         reject(operator, self.comm.backend, ValueError(reason), flight, most)
 
-    def _reject_handle(self, operator: str, name: str, handle: Any, flight: int = 0) -> None:
-        error = wrong_type(name, handle, "a DispatchHandle, the second result of dispatch")
-        reject(operator, self.comm.backend, error, flight, self.comm.max_tokens_per_rank)
+    def _check_handle(self, operator: str, name: str, handle: Any, flight: int = 0) -> None:
+        if not isinstance(handle, DispatchHandle):
+            error = wrong_type(name, handle, "a DispatchHandle, the second result of dispatch")
+            reject(operator, self.comm.backend, error, flight, self.comm.max_tokens_per_rank)
 
     # ------------------------------------------------------------------ placement
 
@@ -388,7 +385,7 @@ class MoECommunicator:
     def warmup(self) -> None:
         """Compile and load every kernel, including those of the configured formats. Collective. Call it before
         capturing a CUDA graph."""
-        format, scales_as, _ = self._quant
+        format, scales_as, _ = self.config.quant
         asked = (format, scales_as), (self.config.combine_format, "")
         self.comm.warmup([pair for pair in dict.fromkeys(asked) if pair[0]])
 

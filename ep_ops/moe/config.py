@@ -95,16 +95,14 @@ class MoECommunicatorConfig(Config):
             return wrong
         if wrong := combine_format_problem("combine_format", self.combine_format):
             return wrong
-        return self._quant_problem() or (self._latency_problem() if self.mode == "latency" else None)
+        if self.capacity == EXACT and self.mode == "latency":
+            return "capacity is 'exact'; mode 'latency' has no kernels for exact sizes; allowed: None or an int"
+        return quant_problem(self.quant, self.mode) or self._formats_problem()
 
-    def _quant_problem(self) -> str | None:
-        if not isinstance(self.quant, Quant):
-            return f"quant is {self.quant!r}; allowed: an ep_ops.moe.Quant"
+    def _formats_problem(self) -> str | None:
         format, scales_as, scales = self.quant
         if scales is not None:
             return "quant has scales; allowed: scales in the quant of a dispatch of quantized rows"
-        if wrong := text_problem(self.quant):
-            return wrong
         try:
             if format:
                 layout_of(format_of(format), scales_as)
@@ -114,22 +112,14 @@ class MoECommunicatorConfig(Config):
             return str(error)
         return None
 
-    def _latency_problem(self) -> str | None:
-        if self.capacity == EXACT:
-            return "capacity is 'exact'; mode 'latency' has no kernels for exact sizes; allowed: None or an int"
-        return latency_problem(self.quant)
 
-
-def text_problem(quant: Quant) -> str | None:
-    """Return what is wrong with the types of a format's names, or None."""
+def quant_problem(quant: Any, mode: str) -> str | None:
+    """Return what is wrong with the types of a quantization, or why a mode does not support it, or None."""
+    if not isinstance(quant, Quant):
+        return f"quant is {quant!r}; allowed: an ep_ops.moe.Quant (or None in a dispatch)"
     for name, given in (("format", quant.format), ("scales_as", quant.scales_as)):
         if not isinstance(given, str):
             return f"{name} of quant is {given!r}; it must be a str"
-    return None
-
-
-def latency_problem(quant: Quant) -> str | None:
-    """Return why the latency kernels do not support a format, or None."""
-    if "row" in quant.format:
+    if mode == "latency" and "row" in quant.format:
         return f"format is {quant.format!r}; mode 'latency' has no kernels for one scale a row; allowed: mode 'auto'"
     return None

@@ -45,10 +45,10 @@ def problem_of(placement: Sequence[int], num_experts: int) -> str | None:
 
 def agree(exchange: Exchange, placement: Sequence[int] | None, problem: str | None) -> None:
     """Raise ValueError on all ranks if one has a ``problem`` or if placements differ. Collective."""
+    mine = f"!{problem}" if problem else f"{zlib.crc32(repr(placement and tuple(placement)).encode())}"
+    texts = exchange.all_gather_text(mine)
     if problem:
-        exchange.all_gather_text(f"!{problem}")
         raise ValueError(problem)
-    texts = exchange.all_gather_text(f"{zlib.crc32(repr(placement and tuple(placement)).encode())}")
     refusals = [f"rejected by rank {rank}: {text[1:]}" for rank, text in enumerate(texts) if text.startswith("!")]
     if refusals:
         raise ValueError("; ".join(refusals))
