@@ -11,9 +11,9 @@ import contextlib
 import ctypes
 import importlib.util
 import math
-import os
 import socket
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -207,11 +207,8 @@ def _spans(ranks: Sequence[int]) -> str:
 
 def _host() -> str:
     """Return an id that differs between running machines and is equal in all containers of one."""
-    boot = "/proc/sys/kernel/random/boot_id"
-    if not os.path.exists(boot):
-        return socket.gethostname()
-    with open(boot) as file:
-        return file.read().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
 # ---------------------------------------------------------------------- fabric

@@ -128,8 +128,7 @@ def _spread(experts: Any, group: dist.ProcessGroup | None, capacity: int | None,
         setattr(experts, name, nn.Parameter(own, requires_grad=whole[name].requires_grad))
     experts.register_load_state_dict_pre_hook(refuse_plain)
     experts.num_experts, experts._is_expert_parallel = comm.num_local_experts, True
-    own_experts = functools.partial(_through, comm, capacity, experts, experts.forward)
-    experts.forward = own_experts
+    experts.forward = functools.partial(_through, comm, capacity, experts, experts.forward)
     experts.expert_parameters = functools.partial(_parameters, experts, spread)
     experts.comm = comm
 

@@ -26,7 +26,7 @@ from ep_ops.formats import round_up
 from ep_ops.group.exchange import Exchange
 from ep_ops.operators.rejection import reject
 from ep_ops.overflow import recomputing
-from ep_ops.records import PADDED, TOKEN_MAJOR, Dispatched, StartedCombine, StartedDispatch, wrong_type
+from ep_ops.records import PADDED, TOKEN_MAJOR, Dispatched, StartedCombine, StartedDispatch, check_types, wrong_type
 
 from . import placement as placements
 from .config import EXACT, MoECommunicatorConfig, Quant, quant_problem
@@ -58,8 +58,7 @@ class MoECommunicator:
     """
 
     def __init__(self, config: MoECommunicatorConfig, *, device: torch.device | str | int | None = None) -> None:
-        if not isinstance(config, MoECommunicatorConfig):
-            raise TypeError(f"config is {config!r}; expected an ep_ops.moe.MoECommunicatorConfig")
+        check_types(MoECommunicatorConfig, config=config)
         exchange = Exchange(group_of(config.group), device_of(device)[0])
         placements.agree(exchange, config.placement, config.problem_of_layer())
         comm = Communicator(config.group, config.of_communicator(), device=device)

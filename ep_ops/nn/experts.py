@@ -21,6 +21,7 @@ from ep_ops.nn.scaled import ROW
 from ep_ops.operators.eager import fits, misfit
 from ep_ops.operators.rejection import reject
 from ep_ops.overflow import recomputing
+from ep_ops.records import check_types
 
 
 class Experts(nn.Module):
@@ -67,7 +68,7 @@ class Experts(nn.Module):
         self, comm: Communicator, intermediate_size: int, *, capacity: int | None = None, dynamic: bool = False,
         format: str = "", combine_format: str = "", dtype: torch.dtype | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
-        check_comm(comm)
+        check_types(Communicator, comm=comm)
         super().__init__()
         if format not in ("", ROW) and not format.startswith("wire:"):
             raise ValueError(f"format is {format!r}; allowed here: '', {ROW!r}, or one that begins with 'wire:'")
@@ -257,12 +258,6 @@ def refuse_plain(module: nn.Module, state: dict[str, Any], prefix: str, *others:
                 " load full tensors with torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state,"
                 " options=StateDictOptions(full_state_dict=True))"
             )
-
-
-def check_comm(comm: Any) -> None:
-    """Raise TypeError unless ``comm`` is a communicator."""
-    if not isinstance(comm, Communicator):
-        raise TypeError(f"comm is {comm!r}; expected an ep_ops.Communicator")
 
 
 def check_split(comm: Communicator, what: str) -> None:

@@ -216,7 +216,7 @@ def _covered(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
 
 
 def _wide(x: Tensor, kept: Tensor) -> Tensor:
-    return torch.where(kept, x, 0).to(torch.promote_types(x.dtype, torch.float32))
+    return torch.where(kept, x, 0).to(formats.exact_dtype(x.dtype))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ep_ops.formats import exact_dtype
+
 
 def load_balancing_loss(logits: Tensor, topk_idx: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the load-balancing loss of Switch Transformers for top-k routing: E · sum over experts of f · P.
@@ -31,7 +33,7 @@ def load_balancing_loss(logits: Tensor, topk_idx: Tensor, group: dist.ProcessGro
     num_experts = logits.shape[-1]
     logits, topk_idx = logits.reshape(-1, num_experts), topk_idx.reshape(-1, topk_idx.shape[-1])
     there = (topk_idx >= 0).any(dim=-1, keepdim=True)
-    probabilities = torch.softmax(logits, dim=-1, dtype=_wide(logits))
+    probabilities = torch.softmax(logits, dim=-1, dtype=exact_dtype(logits.dtype))
     mine = torch.where(there, probabilities, 0).sum(dim=0)
     counts = expert_counts(topk_idx, num_experts).to(mine.dtype)
     mine, counts, tokens = _sum_over(group, mine, counts, there.sum().to(mine.dtype).reshape(1))
@@ -49,7 +51,7 @@ def router_z_loss(logits: Tensor, group: dist.ProcessGroup | None = None) -> Ten
     Returns:
         Tensor: float32 [] (float64 if the logits are).
     """
-    logits = logits.reshape(-1, logits.shape[-1]).to(_wide(logits))
+    logits = logits.reshape(-1, logits.shape[-1]).to(exact_dtype(logits.dtype))
     mine = torch.logsumexp(logits, dim=-1).square().sum().reshape(1)
     mine, tokens = _sum_over(group, mine, torch.full_like(mine.detach(), logits.shape[0]))
     return (mine / tokens.clamp(min=1)).squeeze(0)
@@ -93,10 +95,6 @@ def expert_counts(topk_idx: Tensor, num_experts: int) -> Tensor:
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=chosen.device)
     counts = counts.index_add(0, torch.where(chosen >= 0, chosen, num_experts), torch.ones_like(chosen))
     return counts[:num_experts]
-
-
-def _wide(logits: Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _sum_over(group: dist.ProcessGroup | None, *parts: Tensor) -> tuple[Tensor, ...]:

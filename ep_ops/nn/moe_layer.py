@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ep_ops.communicator import Communicator
-from ep_ops.nn.experts import Experts, check_comm, check_size, default_device, draw_expert
+from ep_ops.formats import exact_dtype
+from ep_ops.nn.experts import Experts, check_size, default_device, draw_expert
 from ep_ops.nn.losses import expert_counts
 from ep_ops.nn.routing import Router
 from ep_ops.records import check_types
@@ -59,7 +60,7 @@ class MoELayer(nn.Module):
         capacity: int | None = None, dynamic: bool = False, shared_intermediate_size: int = 0, format: str = "",
         combine_format: str = "", dtype: torch.dtype | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
-        check_comm(comm)
+        check_types(Communicator, comm=comm)
         super().__init__()
         self.comm = comm
         device = default_device(comm)
@@ -156,7 +157,7 @@ class DenseExperts(nn.Module):
 
     def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         """Return the weighted sums of the experts' outputs, with shape and dtype of x."""
-        out = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+        out = torch.zeros_like(x, dtype=exact_dtype(x.dtype))
         for e in range(self.w_in.shape[0]):
             weight = (topk_weights * (topk_idx == e)).sum(dim=-1, keepdim=True)
             out = out + weight * (swiglu(x @ self.w_in[e]) @ self.w_out[e])

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ep_ops.formats import exact_dtype
+
 
 class Routed(NamedTuple):
     """The result of a router for tokens x [..., H]. Other routers can return a plain tuple of these three."""
@@ -69,7 +71,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routed:
         """Return the :class:`Routed` of x [..., H]. The weights of a token add up to 1."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
+        dtype = exact_dtype(x.dtype)
         # torch.autocast does not take meta devices.
         with contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
             logits = x.to(dtype) @ self.weight.to(dtype).t()

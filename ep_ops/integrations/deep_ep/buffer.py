@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ep_ops.formats import round_up
 from ep_ops.integrations.deep_ep.communicators import Bias, Communicators, Rows, format_of, refuse_experts, with_scales
 from ep_ops.integrations.deep_ep.config import Config
 from ep_ops.integrations.deep_ep.low_latency import LowLatency
@@ -181,7 +182,7 @@ class Buffer(LowLatency):
             if topk_idx is None:
                 own = num_experts // self.group_size
                 named = self.communicators.total(num_tokens_per_expert)[self.rank * own : (self.rank + 1) * own]
-            counts = [-(-count // expert_alignment) * expert_alignment for count in named.tolist()]
+            counts = round_up(named, expert_alignment).tolist()
         prefix = sent.route.sources.new_full((self.group_size, self.group_size), -1)
         prefix[:, self.rank] = sent.route.sources[1:]
         recv_idx = None if topk_idx is None or sent.local_idx is None else sent.local_idx.to(topk_idx.dtype)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ep_ops.formats import round_up
 from ep_ops.integrations.deep_ep.communicators import Bias, Communicators, Rows, format_of, refuse_experts, with_scales
 from ep_ops.integrations.deep_ep.domains import get_logical_domain_size, get_physical_domain_size
 from ep_ops.integrations.deep_ep.utils import EventHandle, EventOverlap, after, wait_for
@@ -188,8 +189,7 @@ class ElasticBuffer:
             Rows as x; local ids [N, K], -1 for experts of other ranks (expanded: None); weights [N, K], 0 there
                 (expanded: [N]); a handle; an event.
         """
-        for event in (previous_event, previous_event_before_epilogue):
-            wait_for(event)
+        wait_for(previous_event, previous_event_before_epilogue)
         rows, scales = x if isinstance(x, tuple) else (x, None)
         asked = format_of(rows, scales, use_tma_aligned_col_major_sf)
         if handle is not None:
@@ -219,7 +219,7 @@ class ElasticBuffer:
             psum = route.psum
         else:
             local_idx = local_idx.to(topk_idx.dtype)
-            psum = ((route.counts + align - 1) // align * align).cumsum(0, dtype=torch.int32)
+            psum = round_up(route.counts, align).cumsum(0, dtype=torch.int32)
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats += route.counts
         copies = route.sources[1:]
@@ -227,7 +227,7 @@ class ElasticBuffer:
             do_expand, num_experts, align, most, num_sms or self.get_theoretical_num_sms(num_experts, 0),
             topk_idx.clone() if do_handle_copy else topk_idx, int(copies[-1]) if sync else self.num_ranks * most,
             recv_x.shape[0] if do_expand else 0,
-            [-(-count // align) * align for count in route.counts.tolist()] if sync else [],
+            round_up(route.counts, align).tolist() if sync else [],
             copies, psum, route.counts, route, local_idx,
         )  # fmt: skip
         return with_scales(recv_x, recv_scales, scales), local_idx, weights, made, after(async_with_compute_stream)
@@ -249,8 +249,7 @@ class ElasticBuffer:
         Returns:
             Sums [T, H]; weights, float32 [T, K], or None; an event.
         """
-        for event in (previous_event, previous_event_before_epilogue):
-            wait_for(event)
+        wait_for(previous_event, previous_event_before_epilogue)
         route, experts, weights = handle.route, handle.num_experts, None
         slots = handle._sources[:, 2:] if handle.do_expand and isinstance(bias, tuple) else None
         out = self.communicators.combined(x, route, experts, bias, slots, self.allow_multiple_reduction)

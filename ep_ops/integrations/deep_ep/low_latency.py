@@ -135,14 +135,13 @@ class LowLatency:
             if self._combine_rows is None:
                 raise ValueError("zero_copy is set, and nobody has called get_next_low_latency_combine_buffer")
             x = self._combine_rows
-        tokens, hidden, num_experts = handle[2:]
-        route, top_k = handle.route, topk_idx.shape[1]
+        route, hidden, num_experts = handle.route, *handle[3:]
         # DeepEP passes weights to combine only, so they are dispatched to their rows here, with the smallest x.
         blank = x.new_zeros(topk_weights.shape[0], 4, dtype=torch.float32)
-        comm = self.communicators.of(blank, num_experts, top_k, tokens)
+        comm = self.communicators.along(blank, num_experts, route)
         row_weights = comm.dispatch_planned(blank, route, topk_weights.float().contiguous()).weights
-        comm = self.communicators.of(x.view(-1, hidden), num_experts, top_k, tokens)
-        combined = comm.combine(x.reshape(-1, hidden), route, row_weights)
+        rows = x.reshape(-1, hidden)
+        combined = self.communicators.along(rows, num_experts, route).combine(rows, route, row_weights)
         return combined if out is None else out.copy_(combined), after(async_finish), _nothing
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:

@@ -80,10 +80,11 @@ class EventOverlap:
             self.current_stream_wait(release)
 
 
-def wait_for(event: EventHandle | EventOverlap | None) -> None:
-    """Make the current stream wait for a ``previous_event``, if there is one."""
-    if event is not None and getattr(event, "event", event) is not None:
-        event.current_stream_wait()
+def wait_for(*events: EventHandle | EventOverlap | None) -> None:
+    """Make the current stream wait for the ``previous_event`` arguments that hold an event."""
+    for event in events:
+        if event is not None and getattr(event, "event", event) is not None:
+            event.current_stream_wait()
 
 
 def after(asked: bool) -> EventOverlap:
