@@ -33,7 +33,7 @@ from .config import EXACT, MoECommunicatorConfig, Quant, quant_problem
 from .placement import ReplicaMap
 from .ranges import ranged
 from .records import DispatchHandle, DispatchOutput, Request
-from .statistics import Counts, Stats, last, row_bytes
+from .statistics import Counts, Stats, last
 
 
 class MoECommunicator:
@@ -81,20 +81,14 @@ class MoECommunicator:
         self.placement = None if config.placement is None else tuple(config.placement)
         self._map: ReplicaMap | None = None
         if self.placement is not None:
-            sizes = config.num_experts, comm.max_tokens_per_rank, comm.rank, comm.device
-            self._map = ReplicaMap(self.placement, *sizes)
+            self._map = ReplicaMap(self.placement, config.num_experts, comm.max_tokens_per_rank, comm.rank, comm.device)
         exact = config.capacity == EXACT
         self._operator = "dispatch_dynamic" if exact else "dispatch"
         self._splits = config.overlap and not exact
         self._usual = self._given(config.quant, None, self._operator)
-        self._counts: Counts | None = None
+        self._counts = Counts(comm, config.combine_format) if config.statistics else None
         # Rows kept and dropped under earlier placements.
         self._past = torch.zeros(2, config.num_experts, dtype=torch.int64, device="cpu")
-        if config.statistics:
-            bytes_of = row_bytes(comm.hidden_size, comm.dtype.itemsize)
-            self._counts = Counts(
-                comm.num_local_experts, comm.world_size, bytes_of, comm.device, bytes_of[config.combine_format]
-            )
 
     def sibling(self, placement: Sequence[int] | None = None) -> MoECommunicator:
         """Return a MoECommunicator for another layer, which uses the same communicator and memory. Collective.

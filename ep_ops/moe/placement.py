@@ -129,10 +129,10 @@ def balanced(load: Sequence[float], held: Sequence[int], before: Sequence[int] |
         raise ValueError(problem.replace("placement", "before"))
     if before is not None and len(before) != places:
         raise ValueError(f"before has {len(before)} places; allowed: {places}, the physical experts of all ranks")
-    replicas = _replicas(load, places, sum(count > 0 for count in held))
-    was = _by_rank(before, held) if before is not None else [()] * len(held)
-    share = [rows / count for rows, count in zip(load, replicas, strict=True)]
-    wanted = list(replicas)
+    wanted = _replicas(load, places, sum(count > 0 for count in held))
+    share = [rows / count for rows, count in zip(load, wanted, strict=True)]
+    placed = iter(() if before is None else before)
+    was = [tuple(itertools.islice(placed, count)) for count in held]
     there: list[list[int]] = [[] for _ in held]
     for rank, own in enumerate(was):
         for expert in dict.fromkeys(own):
@@ -189,11 +189,6 @@ def _replicas(load: Sequence[float], places: int, ranks: int) -> list[int]:
         counts[expert] = count + 1
         heapq.heappush(waiting, (-load[expert] / (count + 1), count + 1, expert))
     return counts
-
-
-def _by_rank(placement: Sequence[int], held: Sequence[int]) -> list[tuple[int, ...]]:
-    ends = list(itertools.accumulate(held))
-    return [tuple(placement[end - count : end]) for end, count in zip(ends, held, strict=True)]
 
 
 def _settled(experts: list[int], was: tuple[int, ...]) -> list[int]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ep_ops.communicator import Communicator
 from ep_ops.formats import FORMATS, per_row
 from ep_ops.records import Operation, Route
 
@@ -65,19 +66,17 @@ class Counts:
     row, and bytes are computed when they are read.
     """
 
-    def __init__(
-        self, num_local_experts: int, world_size: int, sizes: dict[str, int], device: torch.device, returned: int
-    ) -> None:
-        """``sizes``: bytes of a row as it is sent, by format. ``returned``: bytes of a sum that a combine sends."""
+    def __init__(self, comm: Communicator, combine_format: str) -> None:
+        sizes, device = row_bytes(comm.hidden_size, comm.dtype.itemsize), comm.device
         self._sizes = sorted(set(sizes.values()))
         self._lines = {format: self._sizes.index(size) for format, size in sizes.items()}
-        self._sum_bytes = returned
+        self._sum_bytes = sizes[combine_format]
         # A line: dispatches, rows kept, rows dropped, and `Route.sources`.
-        self._widths = (1, num_local_experts, num_local_experts, world_size + 1)
+        self._widths = (1, comm.num_local_experts, comm.num_local_experts, comm.world_size + 1)
         with torch.inference_mode(False):  # inference tensors could not be updated later
             self._one = torch.ones(1, dtype=torch.int32, device=device)
             self._sums = torch.zeros(len(self._sizes), sum(self._widths), dtype=torch.int64, device=device)
-            self._returned = torch.zeros(world_size + 1, dtype=torch.int64, device=device)
+            self._returned = torch.zeros(comm.world_size + 1, dtype=torch.int64, device=device)
 
     def dispatched(self, route: Route, dropped: Tensor, format: str) -> None:
         """Count a dispatch."""
