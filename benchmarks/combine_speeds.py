@@ -8,116 +8,102 @@ call, and the number of multiprocessors (SMs). Run it several times to see what 
 median, least and greatest µs over replays of a CUDA graph with 10 combines, on the slowest rank.
 """
 
+from __future__ import annotations
+
 import argparse
-import statistics
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ep_ops import Communicator
-from ep_ops.bench.options import add_options, read
-from ep_ops.bench.ranks import Run, on_every_rank
+from ep_ops.bench.options import add_options, add_sizes, numbers, positive, read
+from ep_ops.bench.ranks import Found, Run, on_every_rank
+from ep_ops.bench.timing import CHAIN, Timing
+from ep_ops.bench.workloads import Workload
 
-TIMEOUT = 120.0  # seconds that a rank waits for another, which may be compiling
-CHAIN, REPLAYS, LEAD = 10, 24, 3
+REPLAYS = 24
 
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"tokens": 4096, "hidden": 7168, "experts": 256, "top-k": 8}.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
-    parser.add_argument("--heaps", type=int, default=3, help="communicators (default: %(default)s)")
-    parser.add_argument("--inputs", type=int, default=3, help="addresses of y (default: %(default)s)")
-    parser.add_argument("--sms", default="38,60,76,88,96,112,132", metavar="N,N", help="default: %(default)s")
+    parser.add_argument("--tokens", type=positive, default=4096, help="of each rank (default: %(default)s)")
+    add_sizes(parser)
+    parser.add_argument("--heaps", type=positive, default=3, help="communicators (default: %(default)s)")
+    parser.add_argument("--inputs", type=positive, default=3, help="addresses of y (default: %(default)s)")
+    parser.add_argument("--sms", type=numbers, default=(38, 60, 76, 88, 96, 112, 132), metavar="N,N")
     add_options(parser)
     return parser
-
-
-def timed(call: Callable[[], Any], chain: int = CHAIN) -> str:
-    """Return the times of a call as text. With a chain of one call, ranks meet before each. Collective."""
-    call()
-    if not torch.cuda.is_available():
-        return "not timed"
-    torch.cuda.synchronize()
-    dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(chain):
-            call()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * (REPLAYS + LEAD))]
-    for begin, end in zip(events[::2], events[1::2], strict=True):
-        if chain == 1:
-            dist.all_reduce(torch.zeros(1, device="cuda"))
-        begin.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    spent = [1e3 * a.elapsed_time(b) / chain for a, b in zip(events[::2], events[1::2], strict=True)][LEAD:]
-    slowest = torch.tensor(spent, device="cuda")
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return f"{statistics.median(slowest.tolist()):.1f} [{float(slowest.min()):.1f} {float(slowest.max()):.1f}]"
 
 
 class Combines:
     """The combines of one communicator: of rows grouped by expert with weights, and of token-major rows."""
 
-    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
-        sizes = dict(num_experts=args.experts, hidden_size=args.hidden, top_k=args.top_k)
-        self.comm = Communicator(
-            **sizes, max_tokens_per_rank=args.tokens, device=device, backend=args.backend, timeout=TIMEOUT
-        )
-        draw = torch.Generator(device).manual_seed(dist.get_rank())
-        x = torch.randn(args.tokens, args.hidden, generator=draw, device=device).to(self.comm.dtype)
-        idx = torch.rand(args.tokens, args.experts, generator=draw, device=device).topk(args.top_k).indices
-        weights = torch.full(idx.shape, 1 / args.top_k, device=device)
-        self.grouped = self.comm.dispatch(x, idx, weights)
-        self.copies = self.comm.dispatch(x, idx, weights, layout="token_major")
+    def __init__(self, run: Run, comm: Communicator) -> None:
+        args, self.run, self.comm = run.args, run, comm
+        draw = torch.Generator(comm.device).manual_seed(comm.rank)
+        x = torch.randn(args.tokens, args.hidden, generator=draw, device=comm.device).to(comm.dtype)
+        idx = torch.rand(args.tokens, args.experts, generator=draw, device=comm.device).topk(args.top_k).indices
+        weights = torch.full(idx.shape, 1 / args.top_k, device=comm.device)
+        self.grouped = comm.dispatch(x, idx, weights)
+        self.copies = comm.dispatch(x, idx, weights, layout="token_major")
 
     def inputs(self) -> tuple[Tensor, Tensor]:
         return self.grouped.x.clone(), self.copies.x.clone()
 
-    def times(self, inputs: tuple[Tensor, Tensor], chain: int = CHAIN) -> str:
-        grouped = timed(lambda: self.comm.combine(inputs[0], self.grouped.route, self.grouped.weights), chain)
-        copies = timed(lambda: self.comm.combine(inputs[1], self.copies.route), chain)
-        return f"grouped {grouped}, token-major {copies}"
+    def times(self, inputs: tuple[Tensor, Tensor], meet: bool = False) -> str:
+        """Return the times of both combines as text. `meet`: whether ranks meet before each call. Collective."""
+        calls: dict[str, Callable[[int], Tensor]] = {
+            "grouped": lambda i: self.comm.combine(inputs[0], self.grouped.route, self.grouped.weights),
+            "token-major": lambda i: self.comm.combine(inputs[1], self.copies.route),
+        }
+        return ", ".join(f"{name} {as_text(self.timed(call, meet))}" for name, call in calls.items())
+
+    def timed(self, call: Callable[[int], Tensor], meet: bool) -> Timing:
+        timer = self.run.timer
+        if meet:
+            return timer.whole(timer.captured(call, 1), REPLAYS)
+        return timer.row(timer.captured(call, CHAIN), REPLAYS).each(CHAIN)
 
 
-def measure(args: argparse.Namespace, device: torch.device, say: Callable[[str], None]) -> None:
-    """Pass each measurement to ``say`` as a line of text. Collective."""
-    made = [Combines(args, device) for _ in range(args.heaps)]
-    inputs = [made[0].inputs() for _ in range(args.inputs)]
-    for heap, combines in enumerate(made):
-        for number, given in enumerate(inputs):
-            say(f"communicator {heap}, y {number}: {combines.times(given)}")
-    first, given = made[0], inputs[0]
-    say(f"ranks meet before each call: {first.times(given, 1)}")
-    for sms in map(int, args.sms.split(",")):
-        with first.comm.sm_budget(combine=sms):
-            say(f"{sms} SMs: {first.times(given)}")
-    say(f"the default again: {first.times(given)}")
-    for combines in made:
-        combines.comm.destroy()
+def as_text(timing: Timing) -> str:
+    return f"{timing.median:.1f} [{min(timing.calls):.1f} {max(timing.calls):.1f}]"
 
 
 @torch.no_grad()
-def measure_and_save(device: torch.device, args: argparse.Namespace) -> None:
-    run = Run(device, args, benchmark="speeds of a combine", lines=[])
+def measure(device: torch.device, args: argparse.Namespace) -> None:
+    with (
+        Run(device, args, table, benchmark="speeds of a combine", lines=[]) as run,
+        contextlib.ExitStack() as stack,
+    ):
 
-    def say(text: str) -> None:
-        run.found["lines"].append(text)
-        run.say(text)
-        run.save()
+        def say(text: str) -> None:
+            run.found["lines"].append(text)
+            run.say(text)
+            run.save()
 
-    measure(args, device, say)
-    run.close()
+        workload = Workload(args.tokens, args.hidden, args.experts, args.top_k)
+        made = [Combines(run, stack.enter_context(run.communicator(workload))) for _ in range(args.heaps)]
+        inputs = [made[0].inputs() for _ in range(args.inputs)]
+        for heap, combines in enumerate(made):
+            for number, given in enumerate(inputs):
+                say(f"communicator {heap}, y {number}: {combines.times(given)}")
+        first, given = made[0], inputs[0]
+        say(f"ranks meet before each call: {first.times(given, meet=True)}")
+        for sms in args.sms:
+            with first.comm.sm_budget(combine=sms):
+                say(f"{sms} SMs: {first.times(given)}")
+        say(f"the default again: {first.times(given)}")
+
+
+def table(run: Found) -> list[str]:
+    return run["lines"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return on_every_rank(measure_and_save, read(options(), argv), TIMEOUT)
+    return on_every_rank(measure, read(options(), argv))
 
 
 if __name__ == "__main__":

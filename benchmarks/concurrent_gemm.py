@@ -31,11 +31,12 @@ from typing import Any
 import torch
 
 from ep_ops import Communicator
-from ep_ops.bench.figures import machine_line, text_table
+from ep_ops.bench.figures import text_table
 from ep_ops.bench.options import add_options, names_of, positive, read
-from ep_ops.bench.ranks import Run, on_every_rank
+from ep_ops.bench.ranks import Found, Run, on_every_rank
 from ep_ops.bench.timeline import SLEEP, timeline
 from ep_ops.bench.timing import Timing
+from ep_ops.bench.workloads import Workload
 from ep_ops.nn import grouped_mm
 
 GEMMS = {
@@ -45,7 +46,6 @@ GEMMS = {
     "gradient": "gradient of the second weights, quack, dynamic tiles",
 }
 OPERATIONS = ("dispatch", "combine")
-TIMEOUT = 120.0  # seconds that a rank waits for another, which may be compiling
 MHZ = 1980
 """Clock with which a lead is converted to cycles. Its length is measured."""
 
@@ -223,19 +223,13 @@ class Load:
 @torch.no_grad()
 def measure(device: torch.device, args: argparse.Namespace) -> None:
     sizes = {name: getattr(args, name) for name in ("tokens", "hidden", "top_k", "rounds", "row")}
-    run = Run(device, args, benchmark="concurrent GEMM", dtype="bf16", **sizes, loads=[], results=[], begins=[])
-    comms = [
-        Communicator(
-            num_experts=experts, hidden_size=args.hidden, top_k=args.top_k, max_tokens_per_rank=args.tokens,
-            device=device, dtype=torch.bfloat16, backend=args.backend, latency_max_tokens=0, timeout=TIMEOUT,
-        )
-        for experts, _ in args.shapes
-    ]  # fmt: skip
-    run.found["machine"]["backend"] = comms[0].backend.name
-    run.compile([], *comms)
-    cases = [Case(comm, args, width) for comm, (_, width) in zip(comms, args.shapes, strict=True)]
-    for paused in (True, False):
-        for case in cases:
+    facts = {"benchmark": "concurrent GEMM", "dtype": "bf16", **sizes}
+    with Run(device, args, table, **facts, loads=[], results=[], begins=[]) as run:
+        workloads = [Workload(args.tokens, args.hidden, experts, args.top_k) for experts, _ in args.shapes]
+        comms = [run.communicator(workload, latency_max_tokens=0) for workload in workloads]
+        run.compile([], *comms)
+        cases = [Case(comm, args, width) for comm, (_, width) in zip(comms, args.shapes, strict=True)]
+        for paused, case in itertools.product((True, False), cases):
             with Load(run) as load:
                 rounds, row = (args.rounds, 1) if paused else (max(1, args.rounds // 3), args.row)
                 took = run.timer.by_turns(case.ways(), rounds, row, paused)
@@ -243,33 +237,30 @@ def measure(device: torch.device, args: argparse.Namespace) -> None:
             run.found["results"] += figures(case, paused, took)
             run.say(str(run.found["loads"][-1]))
             run.save()
-    if run.rank == 0:
-        print(machine_line(run.found), *text_table(rows(run.found["results"])), sep="\n", flush=True)
-    # Last, because the profiler may slow down later launches.
-    for case in cases:
-        for pair, lead in itertools.product(case.pairs(), args.leads):
-            us = begins(run, case, *pair, lead)
-            run.found["begins"].append({"shape": case.name, "gemm": pair[0], "operation": pair[1], "lead_us": lead,
-                                        "us": us if math.isfinite(us) else None})  # fmt: skip
-            run.say(f"{case.name}, {', '.join(pair)}, lead {lead:.0f}: the GEMM starts {us:.1f} µs after the operation")
-        run.save()
-        case.comm.check_errors()
-        case.comm.destroy()
-    run.close()
+        # Last, because the profiler may slow down later launches.
+        for case in cases:
+            for pair, lead in itertools.product(case.pairs(), args.leads):
+                us = begins(run, case, *pair, lead)
+                run.found["begins"].append({"shape": case.name, "gemm": pair[0], "operation": pair[1], "lead_us": lead,
+                                            "us": us if math.isfinite(us) else None})  # fmt: skip
+                run.say(f"{case.name}, {', '.join(pair)}, lead {lead:.0f}: the GEMM starts {us:.1f} µs later")
+            run.save()
+            case.comm.check_errors()
+            case.comm.destroy()
 
 
 MS = ("gemm", "operation", "after", "whole", "together", "gain_over_whole")
 
 
-def rows(results: Sequence[dict[str, Any]]) -> list[list[str]]:
+def table(run: Found) -> list[str]:
     heading = "shape calls GEMM operation lead,µs GEMM,ms alone after whole together gain hidden without_lead"
-    table = [heading.split()]
-    for r in results:
+    rows = [heading.split()]
+    for r in run["results"]:
         names = (r["shape"], r["calls"], r["gemm"], r["operation"], f"{1e3 * r['lead_ms']:.0f}")
         times = (f"{r[f'{name}_ms']:.3f}" for name in MS)
         shares = (f"{r[name]:.0%}" for name in ("hidden", "hidden_without_lead"))
-        table.append([*names, *times, *shares])
-    return table
+        rows.append([*names, *times, *shares])
+    return text_table(rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -277,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = read(parser, argv)
     if args.device == "cpu" and args.gemms != ("torch",):
         parser.error("without GPUs only --gemms torch runs")
-    return on_every_rank(measure, args, TIMEOUT)
+    return on_every_rank(measure, args)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_ops import Communicator
 from ep_ops.backends.cute.outputs import allocator
 from ep_ops.bench.figures import text_table
 from ep_ops.bench.options import add_options, add_sizes, positive, read
-from ep_ops.bench.ranks import Run, on_every_rank
+from ep_ops.bench.ranks import Found, Run, on_every_rank
 from ep_ops.bench.steps import Steps
 from ep_ops.bench.workloads import Workload
 from ep_ops.records import Delivery, Sizes
@@ -63,24 +62,24 @@ def layers_of(steps: Steps) -> dict[str, tuple[Callable[[int], Any], ...]]:
 
 
 def measure(device: torch.device, args: argparse.Namespace) -> None:
-    run = Run(device, args, benchmark="host time", tokens=args.tokens, results=[])
     workload = Workload(args.tokens, args.hidden, args.experts, args.top_k)
-    with torch.no_grad(), Communicator(
-        num_experts=args.experts, hidden_size=args.hidden, top_k=args.top_k, max_tokens_per_rank=args.tokens,
-        device=device, backend=args.backend, timeout=20.0,
-    ) as comm:  # fmt: skip
-        run.found["machine"]["backend"] = comm.backend.name
+    with (
+        torch.no_grad(),
+        Run(device, args, table, benchmark="host time", tokens=args.tokens, results=[]) as run,
+        run.communicator(workload) as comm,
+    ):
         comm.warmup()
         for op, calls in layers_of(Steps(comm, workload, 16)).items():
             for layer, call in zip(LAYERS, calls, strict=True):
                 timing = run.timer.host(call, args.calls)
                 run.found["results"].append({"op": op, "layer": layer, **timing.record()})
         comm.check_errors()
-    run.save()
-    if run.rank == 0:
-        rows = [[f"{r['op']}: {r['layer']}", f"{r['us']:.1f}"] for r in run.found["results"]]
-        print(*text_table([["host time of an eager call", "µs"], *rows]), sep="\n", flush=True)
-    run.close()
+        run.save()
+
+
+def table(run: Found) -> list[str]:
+    rows = [[f"{r['op']}: {r['layer']}", f"{r['us']:.1f}"] for r in run["results"]]
+    return text_table([["host time of an eager call", "µs"], *rows])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--calls", type=positive, default=200, help="timed calls (default: %(default)s)")
     add_sizes(options)
     add_options(options)
-    return on_every_rank(measure, read(options, argv), 120.0)
+    return on_every_rank(measure, read(options, argv))
 
 
 if __name__ == "__main__":

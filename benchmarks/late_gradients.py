@@ -4,36 +4,40 @@
 
 Both orders run the same GEMMs (`ep_ops.nn.expert_mlp`). In the late order the gradient of x is sent while the gradients
 of the weights are computed. Prints, for PyTorch's grouped GEMM and for quack's (if quack-kernels is installed), the
-median over rounds of the slowest rank, and the median of the differences within a round. Every second round runs the
-orders the other way round. Fails if the orders differ in a bit.
+median over rounds of the slowest rank, and the median of the differences within a round. Fails if the orders differ in
+a bit.
 """
+
+from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+import sys
+from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import ep_ops
+from ep_ops.bench.options import add_options, add_sizes, positive, read
+from ep_ops.bench.ranks import Found, Run, on_every_rank
+from ep_ops.bench.timing import Timer
+from ep_ops.bench.workloads import Workload
 from ep_ops.integrations import quack
 from ep_ops.nn import TORCH, Gemms, expert_mlp
+
+SIZES = ("tokens", "hidden", "experts", "top_k", "width", "rounds", "combine_sms")
 
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"tokens": 4096, "hidden": 7168, "experts": 256, "top-k": 8, "width": 2048}.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=20, help="timed steps of each order (default: %(default)s)")
-    parser.add_argument("--pause", type=float, default=0.02, help="seconds before each step (default: %(default)s)")
-    parser.add_argument("--combine-sms", type=int, help="limit of SMs that send the gradient of x in the late order")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write JSON")
+    parser.add_argument("--tokens", type=positive, default=4096, help="of each rank (default: %(default)s)")
+    add_sizes(parser)
+    parser.add_argument("--width", type=positive, default=2048, help="of each expert (default: %(default)s)")
+    parser.add_argument("--rounds", type=positive, default=20, help="timed steps of each order (default: %(default)s)")
+    parser.add_argument("--combine-sms", type=positive, help="limit of SMs that send the gradient of x in late order")
+    add_options(parser)
     return parser
 
 
@@ -62,59 +66,43 @@ def steps(comm: ep_ops.Communicator, args: argparse.Namespace, gemms: Gemms) -> 
     return step
 
 
-def timed(step: Callable[[bool], Any], late: bool, pause: float) -> float:
-    """Return the ms of one step on the slowest rank; 0 without GPUs."""
-    if not torch.cuda.is_available():
-        step(late)
-        return 0.0
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    time.sleep(pause)
-    dist.all_reduce(torch.zeros(1, device="cuda"))
-    torch.cuda._sleep(2_000_000)  # so that the host enqueues the step before it starts on the device
-    begin.record()
-    step(late)
-    end.record()
-    end.synchronize()
-    spent = torch.tensor(begin.elapsed_time(end), device="cuda")
-    dist.all_reduce(spent, dist.ReduceOp.MAX)
-    return float(spent)
-
-
-def compare(step: Callable[[bool], tuple[Tensor, ...]], rounds: int, pause: float) -> dict[str, float]:
+def compare(step: Callable[[bool], tuple[Tensor, ...]], rounds: int, timer: Timer) -> dict[str, float]:
     """Return the median ms of both orders and of their differences. RuntimeError if gradients have different bits."""
     ordinary, late = step(False), step(True)
     names = zip(("x", "topk_weights", "w_in", "w_out"), ordinary, late, strict=True)
     if wrong := [name for name, a, b in names if not torch.equal(a, b)]:
         raise RuntimeError(f"the orders differ in the gradients of {', '.join(wrong)}")
     del ordinary, late
-    took: dict[bool, list[float]] = {False: [], True: []}
-    for turn in range(rounds):
-        for order in (False, True) if turn % 2 else (True, False):
-            took[order].append(timed(step, order, pause))
-    gains = [a - b for a, b in zip(took[False], took[True], strict=True)]
-    figures = {"ordinary_ms": took[False], "late_ms": took[True], "gain_ms": gains}
-    return {name: statistics.median(values) for name, values in figures.items()}
+    took = timer.by_turns({"ordinary": lambda i: step(False), "late": lambda i: step(True)}, rounds)
+    gains = [a - b for a, b in zip(took["ordinary"].calls, took["late"].calls, strict=True)]
+    us = {"ordinary_ms": took["ordinary"].median, "late_ms": took["late"].median, "gain_ms": statistics.median(gains)}
+    return {name: value / 1e3 for name, value in us.items()}
 
 
-def main() -> None:
-    args, gpu = options().parse_args(), torch.cuda.is_available()
-    dist.init_process_group("nccl" if gpu else "gloo")
-    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
-    kinds = {"torch": TORCH} | ({"quack": quack.GEMMS} if gpu and importlib.util.find_spec("quack") else {})
-    sizes = dict(num_experts=args.experts, hidden_size=args.hidden, top_k=args.top_k, max_tokens_per_rank=args.tokens)
-    found = {}
-    with ep_ops.Communicator(**sizes, device=device, latency_max_tokens=0) as comm:
+def measure(device: torch.device, args: argparse.Namespace) -> None:
+    with_quack = device.type == "cuda" and importlib.util.find_spec("quack")
+    kinds = {"torch": TORCH} | ({"quack": quack.GEMMS} if with_quack else {})
+    workload = Workload(args.tokens, args.hidden, args.experts, args.top_k)
+    facts = {name: getattr(args, name) for name in SIZES}
+    with (
+        Run(device, args, table, benchmark="late gradients", **facts, results={}) as run,
+        run.communicator(workload, latency_max_tokens=0) as comm,
+    ):
         for kind, gemms in kinds.items():
-            found[kind] = compare(steps(comm, args, gemms), args.rounds, args.pause)
-            if dist.get_rank() == 0:
-                print(f"{kind}: " + ", ".join(f"{name} {value:.3f}" for name, value in found[kind].items()), flush=True)
-    if args.out and dist.get_rank() == 0:
-        how = {name: value for name, value in vars(args).items() if name != "out"}
-        args.out.write_text(json.dumps({"ranks": dist.get_world_size(), **how, "results": found}, indent=1) + "\n")
-    dist.destroy_process_group()
+            run.found["results"][kind] = compare(steps(comm, args, gemms), args.rounds, run.timer)
+            run.save()
+
+
+def table(run: Found) -> list[str]:
+    return [
+        f"{kind}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
+        for kind, figures in run["results"].items()
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return on_every_rank(measure, read(options(), argv))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

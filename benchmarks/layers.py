@@ -35,10 +35,10 @@ from torch import Tensor
 
 from ep_ops import Communicator
 from ep_ops.bench.baselines import eager_combine, eager_dispatch, exchange
-from ep_ops.bench.figures import machine_line, text_table
+from ep_ops.bench.figures import text_table
 from ep_ops.bench.operators import relative_error
 from ep_ops.bench.options import add_options, names_of, positive, read
-from ep_ops.bench.ranks import Run, on_every_rank
+from ep_ops.bench.ranks import Found, Run, on_every_rank
 from ep_ops.bench.timeline import picture, timeline
 from ep_ops.bench.workloads import Workload, draw_route
 from ep_ops.integrations import quack
@@ -52,13 +52,15 @@ class Model(NamedTuple):
     width: int
     top_k: int
 
+    def workload(self, tokens: int) -> Workload:
+        return Workload(tokens, self.hidden, self.experts, self.top_k)
+
 
 MODELS = {
     "deepseek-v3": Model(7168, 256, 2048, 8),
     "qwen3-30b-a3b": Model(2048, 128, 768, 8),
     "tiny": Model(64, 8, 32, 2),
 }
-TIMEOUT = 120.0  # seconds that a rank waits for another, which may be compiling
 MAX_ERROR = 0.05
 """Largest relative error of a row of the output or of the gradient of tokens, between variants in bfloat16."""
 
@@ -100,7 +102,7 @@ class Layer:
         self.x, self.grad = normal(tokens, hidden).requires_grad_(), normal(tokens, hidden)
         self.w_in = normal(held, hidden, 2 * width, scale=hidden**-0.5).requires_grad_()
         self.w_out = normal(held, width, hidden, scale=width**-0.5).requires_grad_()
-        self.idx = draw_route(Workload(tokens, hidden, experts, top_k), comm.rank, 0, comm.device).long()
+        self.idx = draw_route(model.workload(tokens), comm.rank, 0, comm.device).long()
         weights = torch.rand(self.idx.shape, device=comm.device, generator=draw) + 0.1
         self.weights = (weights / weights.sum(1, keepdim=True)).requires_grad_()
         mean = tokens * top_k * comm.world_size * held // experts
@@ -181,17 +183,13 @@ class Session(Run):
     """One run of this benchmark on a rank."""
 
     def __init__(self, device: torch.device, args: argparse.Namespace) -> None:
-        facts = {"tokens": args.tokens, "rounds": args.rounds, "dtype": "bf16"}
+        facts: dict[str, Any] = {"tokens": args.tokens, "rounds": args.rounds, "dtype": "bf16"}
         models = {name: MODELS[name]._asdict() for name in args.models}
-        super().__init__(device, args, benchmark="layers", **facts, models=models, missing={}, results=[], timelines={})
+        facts |= {"benchmark": "layers", "models": models, "missing": {}, "results": [], "timelines": {}}
+        super().__init__(device, args, table, **facts)
         self.comms = {
-            name: Communicator(
-                num_experts=model.experts, hidden_size=model.hidden, top_k=model.top_k, device=device, timeout=TIMEOUT,
-                max_tokens_per_rank=args.tokens, dtype=torch.bfloat16, backend=args.backend, latency_max_tokens=0,
-            )
-            for name, model in ((name, MODELS[name]) for name in args.models)
-        }  # fmt: skip
-        self.found["machine"]["backend"] = next(iter(self.comms.values())).backend.name
+            name: self.communicator(MODELS[name].workload(args.tokens), latency_max_tokens=0) for name in args.models
+        }
 
     def measure(self) -> None:
         self.compile([], *self.comms.values())
@@ -200,8 +198,6 @@ class Session(Run):
             wrong |= self.of_model(name, comm)
             comm.check_errors()
             comm.destroy()
-        if self.rank == 0:
-            print(machine_line(self.found), *text_table(rows(self.found["results"])), sep="\n", flush=True)
         if wrong:
             raise RuntimeError(f"results are wrong by {wrong}")
 
@@ -248,10 +244,10 @@ def differences(variants: dict[str, Variant]) -> dict[str, float]:
     return found
 
 
-def rows(results: Sequence[dict[str, Any]]) -> list[list[str]]:
+def table(run: Found) -> list[str]:
     """Return a table of ms, and their ratios to the GEMMs alone: quack's for variants that use them."""
-    us = {(r["model"], r["variant"]): [(r[key] or {}).get("us") for key in KEYS] for r in results}
-    table = [["model", "variant", "forward,ms", "/ GEMMs", "and backward,ms", "/ GEMMs"]]
+    us = {(r["model"], r["variant"]): [(r[key] or {}).get("us") for key in KEYS] for r in run["results"]}
+    rows = [["model", "variant", "forward,ms", "/ GEMMs", "and backward,ms", "/ GEMMs"]]
     for (model, variant), times in us.items():
         alone = us[model, "GEMMs, quack" if variant.endswith("quack") else "GEMMs, torch"]
         cells = [
@@ -259,17 +255,16 @@ def rows(results: Sequence[dict[str, Any]]) -> list[list[str]]:
             for time, least in zip(times, alone, strict=True)
             for text in (("", "") if time is None else (f"{time / 1e3:.3f}", f"{time / least:.3f}"))
         ]
-        table.append([model, variant, *cells])
-    return table
+        rows.append([model, variant, *cells])
+    return text_table(rows)
 
 
 KEYS = ("forward", "forward_backward")
 
 
 def measure(device: torch.device, args: argparse.Namespace) -> None:
-    session = Session(device, args)
-    session.measure()
-    session.close()
+    with Session(device, args) as session:
+        session.measure()
 
 
 def draw(path: Path) -> None:
@@ -284,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.draw:
         draw(args.draw)
         return 0
-    return on_every_rank(measure, args, TIMEOUT)
+    return on_every_rank(measure, args)
 
 
 if __name__ == "__main__":

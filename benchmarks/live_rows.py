@@ -16,12 +16,14 @@ from torch import Tensor
 
 from ep_ops import formats
 from ep_ops.bench.machine import describe
-from ep_ops.bench.options import a_file, gpus, positive
+from ep_ops.bench.options import a_file
 from ep_ops.bench.timing import Timer
+from ep_ops.bench.workloads import DTYPES
+from ep_ops.commands.arguments import positive
+from ep_ops.commands.launch import gpu_count
 from ep_ops.nn import swiglu, swiglu_quantized, swiglu_rows
 from ep_ops.records import Route
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FORMAT, LAYOUT = "e4m3/128/pow2", "columns"
 OURS = "live rows"
 
@@ -99,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.hidden % 128:
         parser.error(f"--hidden is {options.hidden}; it must be a multiple of 128")
 
-    on_gpu = gpus() > 0 if options.device == "auto" else options.device == "cuda"
+    on_gpu = gpu_count() > 0 if options.device == "auto" else options.device == "cuda"
     device = torch.device("cuda:0" if on_gpu else "cpu")
     timer = Timer(device, lambda: None)
     found: list[dict[str, Any]] = []

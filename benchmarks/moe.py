@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_ops.bench.figures import machine_line, text_table
+from ep_ops.bench.figures import text_table
 from ep_ops.bench.operators import MAX_ERROR, relative_error
 from ep_ops.bench.options import add_options, add_sizes, numbers, positive, read
-from ep_ops.bench.ranks import Run, on_every_rank
+from ep_ops.bench.ranks import TIMEOUT, Found, Run, on_every_rank
 from ep_ops.bench.workloads import Workload, draw_route
 from ep_ops.moe import MoECommunicator, MoECommunicatorConfig
 
-TIMEOUT = 120.0  # seconds that a rank waits for another
 HOW = ("operators", "MoECommunicator", "with statistics", "with a placement")
 
 
@@ -60,7 +59,8 @@ class Pairs:
 class Session(Run):
     def __init__(self, device: torch.device, args: argparse.Namespace) -> None:
         facts = {name: getattr(args, name) for name in ("hidden", "experts", "top_k", "iterations")}
-        super().__init__(device, args, workload={**facts, "tokens": args.tokens, "dtype": "bf16"}, results=[])
+        workload = {**facts, "tokens": args.tokens, "dtype": "bf16"}
+        super().__init__(device, args, table, workload=workload, results=[])
 
     def measure(self) -> None:
         args = self.args
@@ -92,10 +92,6 @@ class Session(Run):
                 if max(errors.values()) > MAX_ERROR:
                     raise RuntimeError(f"results are wrong by {errors}")
                 self.times(pairs)
-        if self.rank == 0:
-            print(machine_line(self.found))
-            print(*text_table(table(self.found["results"])), sep="\n")
-        self.save()
 
     def times(self, pairs: Pairs) -> None:
         calls = {how: pairs.of(how) for how in HOW}
@@ -117,19 +113,18 @@ ROW = 16
 """Eager pairs behind each other."""
 
 
-def table(found: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("pairs through", "T", "host µs", "eager µs", "of the operators'", "graph µs")]
-    for one in found:
+def table(run: Found) -> list[str]:
+    rows = [["pairs through", "T", "host µs", "eager µs", "of the operators'", "graph µs"]]
+    for one in run["results"]:
         graph = "" if one["graph_us"] is None else f"{one['graph_us']:.2f}"
         times = (f"{one['host_us']:.1f}", f"{one['eager_us']:.1f}", f"{one['of operators']:.3f}", graph)
-        rows.append((one["what"], str(one["tokens"]), *times))
-    return rows
+        rows.append([one["what"], str(one["tokens"]), *times])
+    return text_table(rows)
 
 
 def measure(device: torch.device, args: argparse.Namespace) -> None:
-    session = Session(device, args)
-    session.measure()
-    session.close()
+    with Session(device, args) as session:
+        session.measure()
 
 
 def options() -> argparse.ArgumentParser:
@@ -142,7 +137,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return on_every_rank(measure, read(options(), argv), TIMEOUT)
+    return on_every_rank(measure, read(options(), argv))
 
 
 if __name__ == "__main__":

@@ -17,15 +17,13 @@ import torch
 from torch import Tensor
 
 from ep_ops import Communicator, Dispatched, Route
-from ep_ops.bench.figures import machine_line, text_table
+from ep_ops.bench.figures import text_table
 from ep_ops.bench.operators import MAX_ERROR, relative_error
 from ep_ops.bench.options import add_options, add_sizes, positive, read
-from ep_ops.bench.ranks import Run, on_every_rank
+from ep_ops.bench.ranks import Found, Run, on_every_rank
 from ep_ops.bench.timeline import picture, timeline
 from ep_ops.bench.workloads import ALIGNMENT, ROUTINGS, Workload, draw_route, measure_traffic
 from ep_ops.nn import grouped_mm, interleave, swiglu, swiglu_rows
-
-TIMEOUT = 120.0  # seconds that a rank waits for another
 
 
 def routing(text: str) -> str:
@@ -103,11 +101,11 @@ class Layer:
 
     def communication(self, i: int = 0) -> None:
         """Dispatch and combine alone."""
-        for b in self.batches:
-            rows = self.comm.dispatch(b.x, b.topk_idx, b.topk_weights, zeros=True, **self.sizes)
+        for i in range(len(self.batches)):
+            rows = self.dispatch(i)
             self.comm.combine(rows.x, rows.route, rows.weights)
 
-    def dispatch(self, i: int = 0) -> Any:
+    def dispatch(self, i: int = 0) -> Dispatched:
         """Dispatch micro-batch ``i``."""
         b = self.batches[i % 2]
         return self.comm.dispatch(b.x, b.topk_idx, b.topk_weights, zeros=True, **self.sizes)
@@ -125,8 +123,8 @@ class Layer:
 
     def serial(self, i: int = 0) -> list[Tensor]:
         found = []
-        for b in self.batches:
-            rows = self.comm.dispatch(b.x, b.topk_idx, b.topk_weights, zeros=True, **self.sizes)
+        for i in range(len(self.batches)):
+            rows = self.dispatch(i)
             found.append(self.comm.combine(self.experts(rows.x, rows.route), rows.route, rows.weights))
         return found
 
@@ -200,27 +198,17 @@ class Layer:
 class Session(Run):
     def __init__(self, device: torch.device, args: argparse.Namespace) -> None:
         workload = Workload(args.tokens, args.hidden, args.experts, args.top_k, args.routing, args.dtype)
-        facts = {"width": args.width, "shared_width": args.shared_width, "iterations": args.iterations}
-        super().__init__(
-            device, args, workload=dataclasses.asdict(workload), **facts, results=[], figures={}, timelines={}
-        )
+        facts: dict[str, Any] = {"width": args.width, "shared_width": args.shared_width, "iterations": args.iterations}
+        facts |= {"workload": dataclasses.asdict(workload), "results": [], "figures": {}, "timelines": {}}
+        super().__init__(device, args, table, **facts)
         self.workload = workload
 
     def measure(self) -> None:
-        w, args = self.workload, self.args
-        sizes: dict[str, Any] = {
-            "num_experts": w.experts,
-            "hidden_size": w.hidden,
-            "top_k": w.top_k,
-            "max_tokens_per_rank": w.tokens,
-        }
-        with Communicator(
-            **sizes, dtype=w.torch_dtype, alignment=ALIGNMENT, device=self.device, backend=args.backend, timeout=TIMEOUT
-        ) as comm:
-            self.found["machine"]["backend"] = comm.backend.name
+        args = self.args
+        with self.communicator(self.workload, alignment=ALIGNMENT) as comm:
             if self.device.type == "cuda":
                 comm.warmup()
-            layer = Layer(comm, w, args.width, args.shared_width)
+            layer = Layer(comm, self.workload, args.width, args.shared_width)
             self.found["errors"] = errors = self.worst(layer.errors())
             if max(errors.values()) > MAX_ERROR:
                 raise RuntimeError(f"results are wrong by {errors}")
@@ -267,7 +255,7 @@ class Session(Run):
         self.save()
 
     def figures(self) -> None:
-        """Return the figures about overlap, computed from medians."""
+        """Compute the figures about overlap from medians."""
         took = {result["what"]: result["us"] for result in self.found["results"]}
 
         def hidden(operation: str) -> float:
@@ -275,7 +263,7 @@ class Session(Run):
             return both / min(took[operation], took["shared"])
 
         train = ", forward + backward"
-        self.found["figures"] = figures = {
+        self.found["figures"] = {
             "in turns / gemms": took["in turns"] / took["gemms"],
             "serial / gemms": took["serial"] / took["gemms"],
             "hidden in dispatch": hidden("dispatch"),
@@ -283,9 +271,6 @@ class Session(Run):
             "in turns / serial" + train: took["in turns" + train] / took["serial" + train],
             "in turns / gemms" + train: took["in turns" + train] / took["gemms" + train],
         }
-        if self.rank == 0:
-            print(machine_line(self.found))
-            print(*text_table([("figure", ""), *((name, f"{value:.3f}") for name, value in figures.items())]), sep="\n")
 
     def lines(self, layer: Layer) -> None:
         """Record the timeline of rank 0 with the profiler, in the second of two runs."""
@@ -299,10 +284,13 @@ class Session(Run):
             self.say(f"{path} is written")
 
 
+def table(run: Found) -> list[str]:
+    return text_table([("figure", ""), *((name, f"{value:.3f}") for name, value in run["figures"].items())])
+
+
 def measure(device: torch.device, args: argparse.Namespace) -> None:
-    session = Session(device, args)
-    session.measure()
-    session.close()
+    with Session(device, args) as session:
+        session.measure()
 
 
 def options() -> argparse.ArgumentParser:
@@ -322,7 +310,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return on_every_rank(measure, read(options(), argv), TIMEOUT)
+    return on_every_rank(measure, read(options(), argv))
 
 
 if __name__ == "__main__":

@@ -15,45 +15,36 @@ from typing import Any
 
 from ep_ops.bench import latency_report
 from ep_ops.bench.figures import machine_line, markdown_table, pyplot, save
-from ep_ops.bench.report import (
-    BUDGETS,
-    COLUMNS,
-    NAMES,
-    Result,
-    best_link,
-    cells,
-    complete,
-    link_lines,
-    taken,
-)
+from ep_ops.bench.ranks import Found
+from ep_ops.bench.report import BUDGETS, COLUMNS, NAMES, best_link, cells, complete, link_lines, taken
 
 SWEPT = ("dispatch", "dispatch_planned", "combine", "combine_unweighted", "combine_gathered", "combine_pushed")
 """Operators that sweeps are plotted of."""
 
 
-def summary(run: dict[str, Any]) -> dict[str, Any]:
+def summary(run: Found) -> dict[str, Any]:
     """Return the run with only the first result of each operator on the workload that sweeps start from."""
     swept = [result for result in run["results"] if result["op"] in SWEPT]
     centre = centre_of(swept) | {"routing": "balanced", "given_sms": None} if swept else {}
-    firsts: dict[str, Result] = {}
+    firsts: dict[str, Found] = {}
     for result in run["results"]:
         if all(result[key] == value for key, value in centre.items()):
             firsts.setdefault(result["op"], result)
     return run | {"results": list(firsts.values())}
 
 
-def centre_of(results: Sequence[Result]) -> dict[str, Any]:
+def centre_of(results: Sequence[Found]) -> dict[str, Any]:
     """Return the workload that sweeps start from: the most frequent hidden size, top-k and number of tokens."""
     values = {key: [result[key] for result in results] for key in ("hidden", "top_k", "tokens")}
     return {key: max(set(seen), key=seen.count) for key, seen in values.items()}
 
 
-def markdown(run: dict[str, Any]) -> str:
+def markdown(run: Found) -> str:
     lines = [machine_line(run) + ".", "", *(line + "." for line in link_lines(run)), ""]
     return "\n".join([*lines, *markdown_table([list(COLUMNS), *map(cells, run["results"])])])
 
 
-def latency_markdown(run: dict[str, Any]) -> str:
+def latency_markdown(run: Found) -> str:
     lines = [
         machine_line(run) + ".",
         latency_report.setting(run) + ".",
@@ -93,17 +84,17 @@ PANELS = {
 
 
 def varied(
-    results: Iterable[Result], axis: str, ops: Sequence[str] = SWEPT, **fixed: Any
-) -> dict[str, list[tuple[Any, Result]]]:
+    results: Iterable[Found], axis: str, ops: Sequence[str] = SWEPT, **fixed: Any
+) -> dict[str, list[tuple[Any, Found]]]:
     """By operator: results that agree with `fixed`, sorted by `axis`, one for each of its values."""
-    lines: dict[str, dict[Any, Result]] = {}
+    lines: dict[str, dict[Any, Found]] = {}
     for result in results:
         if result["op"] in ops and all(result[key] == value for key, value in fixed.items()):
             lines.setdefault(result["op"], {})[result[axis]] = result
     return {op: sorted(points.items()) for op, points in lines.items() if len(points) > 1}
 
 
-def plot(run: dict[str, Any], stem: Path) -> list[Path]:
+def plot(run: Found, stem: Path) -> list[Path]:
     """Write a figure for each kind of data that the run has: `stem`-tokens.svg, `stem`-sms.svg, `stem`-shapes.svg."""
     swept = [result for result in run["results"] if result["op"] in SWEPT]
     if not swept:
@@ -159,7 +150,7 @@ def _over_tokens(by_routing: dict[str, Any]) -> Any:
     return figure
 
 
-def _over_sms(run: dict[str, Any], budgets: dict[str, Any]) -> Any:
+def _over_sms(run: Found, budgets: dict[str, Any]) -> Any:
     """Plot speeds over numbers of multiprocessors, relative to the link, with those of bare copies."""
     figure, axis = pyplot().subplots(figsize=(7, 4.4))
     for op, points in budgets.items():
@@ -190,7 +181,7 @@ def _over_shapes(found: list[tuple[str, Any]]) -> Any:
     return figure
 
 
-def latency_plot(run: dict[str, Any], stem: Path) -> list[Path]:
+def latency_plot(run: Found, stem: Path) -> list[Path]:
     """Writes `stem`-tokens.svg: means as lines, up to the 99th percentile shaded."""
     lines = {
         op: sorted(points.items())
@@ -222,7 +213,7 @@ AXES = {"given_sms": "SMs", "tokens": "tokens", "hidden": "hidden size", "top_k"
 ROUTINGS = ("balanced", "skewed")
 
 
-def sweep(run: dict[str, Any], axis: str, routing: str) -> dict[str, list[tuple[int, Result]]]:
+def sweep(run: Found, axis: str, routing: str) -> dict[str, list[tuple[int, Found]]]:
     """By operator: what was measured along `axis` (of AXES) from the workload that sweeps start from, sorted."""
     results = [r for r in run["results"] if r["op"] in BUDGETS]
     if not results:
@@ -232,7 +223,7 @@ def sweep(run: dict[str, Any], axis: str, routing: str) -> dict[str, list[tuple[
     return varied(chosen, axis, tuple(BUDGETS), routing=routing, **centre)
 
 
-def sweep_lines(run: dict[str, Any]) -> Iterator[str]:
+def sweep_lines(run: Found) -> Iterator[str]:
     """Yield a line for each sweep of each operator: µs in steady state, and the ratio to the link."""
     for axis, label in AXES.items():
         for routing in ROUTINGS:
@@ -241,7 +232,7 @@ def sweep_lines(run: dict[str, Any]) -> Iterator[str]:
                 yield f"{NAMES[op]}, {routing}, µs (of link) over {label}: {', '.join(told)}"
 
 
-def ratio_plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
+def ratio_plot(runs: Sequence[Found], path: Path) -> None:
     """Plot the ratio to the link over tokens for runs with different numbers of ranks. A horizontal line means that
     time is proportional to bytes."""
     plt = pyplot()

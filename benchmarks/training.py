@@ -15,15 +15,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ep_ops import Communicator
 from ep_ops.bench.figures import pyplot
-from ep_ops.bench.options import a_file, add_options, names_of, positive, read
-from ep_ops.bench.ranks import Run, on_every_rank
+from ep_ops.bench.options import a_file, add_options, names_of, read
+from ep_ops.bench.ranks import Found, Run, on_every_rank
+from ep_ops.bench.workloads import Workload
+from ep_ops.commands.arguments import multiple_of, positive
 from ep_ops.commands.demo import LENGTH, VOCABULARY, Language, Model, gradients
 from ep_ops.formats import COMBINE_FORMATS
 from ep_ops.nn import MoELayer
@@ -44,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         prog="benchmarks/training.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("--steps", type=positive, default=300)
-    options.add_argument("--hidden", type=hidden_size, help="a multiple of 128 (default: 512; on CPUs 128)")
+    options.add_argument("--hidden", type=multiple_of(128), help="a multiple of 128 (default: 512; on CPUs 128)")
     options.add_argument("--sequences", type=positive, help=f"of {LENGTH} tokens, a rank (default: 64; on CPUs 8)")
     options.add_argument("--only", type=names_of(FORMATS[1:]), default=FORMATS[1:], metavar="NAME,NAME",
                          help=" ".join(FORMATS[1:]))  # fmt: skip
@@ -55,47 +56,32 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def hidden_size(text: str) -> int:
-    number = positive(text)
-    if number % 128:
-        raise argparse.ArgumentTypeError(f"{text} is not a multiple of 128")
-    return number
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     args = read(parser(), argv)
     on_gpu = args.device == "cuda"
     args.hidden = args.hidden or (512 if on_gpu else 128)
     args.sequences = args.sequences or (64 if on_gpu else 8)
-    return on_every_rank(measure, args, 120.0)
+    return on_every_rank(measure, args)
 
 
 def measure(device: torch.device, args: argparse.Namespace) -> None:
     sizes = {name: getattr(args, name) for name in ("steps", "hidden", "sequences", "combine_format")}
-    run = Run(device, args, benchmark="training", dtype="bf16", **sizes, results=[])
-    with Communicator(
-        num_experts=EXPERTS * run.world_size, hidden_size=args.hidden, top_k=TOP_K, device=device, backend=args.backend,
-        max_tokens_per_rank=args.sequences * LENGTH, dtype=torch.bfloat16, timeout=60.0,
-    ) as comm:  # fmt: skip
-        run.found["machine"]["backend"] = comm.backend.name
-        asked = ("", *args.only)
-        comm.warmup([(name, "") for name in dict.fromkeys((*asked, args.combine_format)) if name])
-        run.steps = args.steps * len(asked)
-        for name in asked:
-            run.found["results"].append(train(run, comm, name))
-            run.save()
-        comm.check_errors()
-    judge(run.found["results"])
-    run.save()
-    if run.rank == 0:
-        for result in run.found["results"]:
-            print(line(result), flush=True)
-        if args.plot:
+    with Run(device, args, table, benchmark="training", dtype="bf16", **sizes, results=[]) as run:
+        workload = Workload(args.sequences * LENGTH, args.hidden, EXPERTS * run.world_size, TOP_K)
+        with run.communicator(workload) as comm:
+            asked = ("", *args.only)
+            comm.warmup([(name, "") for name in dict.fromkeys((*asked, args.combine_format)) if name])
+            run.steps = args.steps * len(asked)
+            for name in asked:
+                run.found["results"].append(train(run, comm, name))
+                judge(run.found["results"])
+                run.save()
+            comm.check_errors()
+        if run.rank == 0 and args.plot:
             plot(run.found, args.plot)
-    run.close()
 
 
-def train(run: Run, comm: Communicator, name: str) -> dict[str, Any]:
+def train(run: Run, comm: Communicator, name: str) -> Found:
     """Train one model; return the losses of all ranks together for each step, in nats per token."""
     args, device = run.args, comm.device
     torch.manual_seed(0)  # the same on every rank
@@ -141,22 +127,23 @@ def output_error(run: Run, comm: Communicator, model: Model) -> float:
         return run.worst({"error": float((moe(x).double() - expected).norm() / expected.norm())})["error"]
 
 
-def judge(results: list[dict[str, Any]]) -> None:
-    """Adds how far each is from the first one, which is bfloat16's, and whether that is as near as it should be."""
+def judge(results: list[Found]) -> None:
+    """Add how far each is from the first one, which is bfloat16's, and whether that is as near as it should be."""
     for result in results:
         result["gap"] = result["last"] - results[0]["last"]
         result["correct"] = result["output_error"] <= MAX_OUTPUT_ERROR and abs(result["gap"]) <= MAX_LOSS_GAP
 
 
-def line(result: dict[str, Any]) -> str:
-    wrong = "" if result["correct"] else "  WRONG"
-    return (
+def table(run: Found) -> list[str]:
+    return [
         f"{result['format'] or 'bf16':20} output off by {100 * result['output_error']:.1f} %, loss "
-        f"{result['losses'][0]:.3f} -> {result['last']:.4f} ({result['gap']:+.4f}){wrong}"
-    )
+        f"{result['losses'][0]:.3f} -> {result['last']:.4f} ({result['gap']:+.4f})"
+        + ("" if result["correct"] else "  WRONG")
+        for result in run["results"]
+    ]
 
 
-def plot(run: dict[str, Any], path: Path) -> None:
+def plot(run: Found, path: Path) -> None:
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(7, 4.5))
     for result in run["results"]:

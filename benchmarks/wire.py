@@ -8,6 +8,7 @@ torchrun ... benchmarks/wire.py --wires nvshmem   # on several hosts
 # No "from __future__ import annotations": the kernels' annotations are read as types.
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,9 +27,10 @@ from cute_kernels.internode import wire
 from cute_kernels.internode.sending import word_of
 from cute_kernels.launch import Kernel, RankArgs
 from cute_kernels.marks import SHIFT
-from ep_ops.bench.link import arch_of, digest
+from ep_ops.bench.figures import text_table
+from ep_ops.bench.link import arch_of, digest, stream_of
 from ep_ops.bench.options import add_options, names_of, numbers, positive, read
-from ep_ops.bench.ranks import Run, on_every_rank
+from ep_ops.bench.ranks import Found, Run, on_every_rank
 from ep_ops.bench.timing import Timing
 from ep_ops.config import consecutive_domains
 from ep_ops.symmetric import SymmetricBuffer, allocate, nvshmem, torch_symm
@@ -36,7 +38,6 @@ from ep_ops.symmetric import SymmetricBuffer, allocate, nvshmem, torch_symm
 WIRES = ("stores", "nvshmem")
 BLOCK, WARPS = 1024, 8
 """Threads of a block that puts batches, and warps of one each of which does."""
-TIMEOUT = 60.0
 LOOKS = 2**24
 """How often a kernel looks for a word before it gives up: about 10 s."""
 
@@ -187,7 +188,7 @@ class Wired:
     def put(self, kernel: Puts, blocks: int) -> Any:
         """Return a call of the kernel for the timer."""
         run, x = self.function(kernel), self.x.data_ptr()
-        return lambda i: run(*self.ranks, x, self.next, self.count, blocks, stream(self.device))
+        return lambda i: run(*self.ranks, x, self.next, self.count, blocks, stream_of(self.device))
 
     def answer(self, rounds: int) -> Any:
         """Return a launch of :class:`Answers`. Ranks 0 and 1, 2 and 3, ... are partners; the last of an odd number is
@@ -197,7 +198,7 @@ class Wired:
         first = int(self.rank <= partner)
 
         def call(i: int) -> None:
-            run(*self.ranks, partner, first, rounds, self.mark, 1, stream(self.device))
+            run(*self.ranks, partner, first, rounds, self.mark, 1, stream_of(self.device))
             self.mark += rounds
 
         return call
@@ -228,10 +229,6 @@ class Wired:
         self.memory.free()
 
 
-def stream(device: torch.device) -> int:
-    return torch._C._cuda_getCurrentRawStream(device.index)
-
-
 def memory_of(kind: str, nbytes: int, device: torch.device) -> SymmetricBuffer:
     if kind == "nvshmem":
         return nvshmem.allocate(nbytes, dist.group.WORLD, device, ())
@@ -250,38 +247,39 @@ def wire_of(kind: str) -> wire.Wire:
 
 
 def measure(device: torch.device, args: argparse.Namespace) -> None:
-    run = Run(device, args, batch_bytes=args.bytes, batches=args.batches)
-    run.found["results"] = results = []
-    for kind in args.wires:
-        wired = Wired(kind, device, args.batches, args.bytes)
-        kernels = [Puts(wired.problem, filled, by_warp) for by_warp in (False, True) for filled in (False, True)]
-        for kernel in kernels:
-            wired.verify(kernel, args.blocks[0])
-            for blocks in args.blocks:
-                timing = run.timer.whole(wired.put(kernel, blocks), args.iterations)
-                results.append(found(run, kernel, kind, blocks, timing))
-                run.save()
-        trips = run.timer.whole(wired.answer(args.rounds), args.iterations).each(args.rounds)
-        results.append({"wire": kind, "what": "put and answer", "bytes": args.bytes, **trips.record()})
-        run.say(f"{kind:8} a put of {args.bytes} bytes by a warp and its answer {trips.median:8.2f} µs")
-        run.save()
-        wired.free()
-    run.close()
+    with Run(device, args, table, batch_bytes=args.bytes, batches=args.batches, results=[]) as run:
+        results = run.found["results"]
+        for kind in args.wires:
+            wired = Wired(kind, device, args.batches, args.bytes)
+            for by_warp, filled in itertools.product((False, True), repeat=2):
+                kernel = Puts(wired.problem, filled, by_warp)
+                wired.verify(kernel, args.blocks[0])
+                for blocks in args.blocks:
+                    timing = run.timer.whole(wired.put(kernel, blocks), args.iterations)
+                    results.append({"wire": kind, **found(args, kernel, blocks, timing)})
+                    run.save()
+            trips = run.timer.whole(wired.answer(args.rounds), args.iterations).each(args.rounds)
+            results.append({"wire": kind, "what": "put and answer", "bytes": args.bytes, **trips.record()})
+            run.say(f"{kind} is measured")
+            run.save()
+            wired.free()
 
 
-def found(run: Run, kernel: Puts, kind: str, blocks: int, timing: Timing) -> dict[str, Any]:
-    args = run.args
-    who, filled = "warp" if kernel.by_warp else "block", "copied, then put" if kernel.filled else "put"
+def found(args: argparse.Namespace, kernel: Puts, blocks: int, timing: Timing) -> Found:
     rate = args.bytes * args.batches / timing.median / 1e3
-    putters = blocks * (WARPS if kernel.by_warp else 1)
-    each = timing.median / -(-args.batches // putters)
-    run.say(
-        f"{kind:8} {filled:16} by {blocks:3} blocks, a {who:5} each: {timing.median:8.1f} µs  {rate:6.0f} GB/s"
-        f"  {each:6.2f} µs a put"
-    )
+    each = timing.median / -(-args.batches // (blocks * (WARPS if kernel.by_warp else 1)))
     return {
-        "wire": kind, "what": filled, "by": who, "blocks": blocks, "gb_s": rate, "us_each": each, **timing.record()
+        "what": "copied, then put" if kernel.filled else "put", "by": "warp" if kernel.by_warp else "block",
+        "blocks": blocks, "gb_s": rate, "us_each": each, **timing.record(),
     }  # fmt: skip
+
+
+def table(run: Found) -> list[str]:
+    rows = [["wire", "what", "by", "blocks", "µs", "GB/s", "µs a put"]]
+    for r in run["results"]:
+        speeds = [f"{r['gb_s']:.0f}", f"{r['us_each']:.2f}"] if "blocks" in r else ["", ""]
+        rows.append([r["wire"], r["what"], r.get("by", "warp"), str(r.get("blocks", 1)), f"{r['us']:.2f}", *speeds])
+    return text_table(rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -304,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.wires = WIRES if why is None else WIRES[:1]
         if why is not None:
             print(f"without NVSHMEM: {why}")
-    return on_every_rank(measure, args, TIMEOUT)
+    return on_every_rank(measure, args)
 
 
 if __name__ == "__main__":

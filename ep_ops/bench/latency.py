@@ -14,7 +14,9 @@ are mean and 99th percentile. benchmarks/results/README.md of the sources says h
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,12 +30,11 @@ from .latency_report import NAMES, table
 from .operators import MAX_ERROR
 from .options import add_domain_options, add_options, add_sizes, names_of, numbers, positive, read
 from .presets import SUMS
-from .ranks import Run, domains_of, on_every_rank
+from .ranks import Run, on_every_rank
 from .steps import Idle, Steps
 from .timing import Timing
 from .workloads import Workload, measure_traffic
 
-TIMEOUT = 20.0  # seconds that a rank waits for another
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FP8 = ("e4m3/128/pow2", "columns")
 """Format of the rows of `pair_fp8`, and layout of their scales."""
@@ -64,18 +65,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return on_every_rank(measure, read(parser(), argv), 120.0)
+    return on_every_rank(measure, read(parser(), argv))
 
 
 def measure(device: torch.device, args: argparse.Namespace) -> None:
-    run = Latency(device, args)
-    try:
-        with torch.no_grad():
-            run.everything()
-    finally:  # after an error, what was found until then
-        if run.rank == 0:
-            print(table(run.found), flush=True)
-    run.close()
+    with Latency(device, args) as run, torch.no_grad():
+        run.everything()
 
 
 class Latency(Run):
@@ -85,46 +80,31 @@ class Latency(Run):
         self.few = max(1, args.replays // 10)
         facts = {key: getattr(args, key) for key in ("hidden", "experts", "top_k", "pairs", "replays")}
         facts |= {"benchmark": "latency", "dtype": "bf16", "few": self.few}
-        super().__init__(device, args, **facts, host=[], results=[])
+        super().__init__(device, args, table, **facts, host=[], results=[])
         self.now: dict[str, Any] = {}
 
     def everything(self) -> None:
-        with self.communicator(None) as fast, self.communicator(0) as slow:
-            self.note(fast)
+        args = self.args
+        largest = Workload(max(args.tokens), args.hidden, args.experts, args.top_k)
+        with self.communicator(largest, latency_max_tokens=0) as slow, self.communicator(largest) as fast:
             formats = [FP8] if self.wants("pair_fp8", WARM) else []
             formats += [(SUMS["combine_fp8"], "")] if self.wants("combine_fp8") else []
             self.compile(formats, fast, slow)
             fast.warmup(formats)
             slow.warmup()
             self.say(f"{self.world_size} ranks on {self.found['machine']['device']}, ready")
-            self.steps = len(self.args.tokens) * len(self.args.deal or (None,))
-            for tokens in self.args.tokens:
-                workload = Workload(tokens, self.args.hidden, self.args.experts, self.args.top_k)
-                for deal in self.args.deal or (None,):
-                    self.now = {"tokens": tokens, "deal": deal}
-                    if deal is not None:
-                        fast.backend.latency.deal = deal  # type: ignore[attr-defined]
-                    self.size(fast, slow, workload)
-                    self.done += 1
+            deals = args.deal or (None,)
+            self.steps = len(args.tokens) * len(deals)
+            for tokens, deal in itertools.product(args.tokens, deals):
+                self.now = {"tokens": tokens, "deal": deal}
+                if deal is not None:
+                    fast.backend.latency.deal = deal  # type: ignore[attr-defined]
+                self.size(fast, slow, dataclasses.replace(largest, tokens=tokens))
+                self.done += 1
                 self.save()
             fast.check_errors()
             slow.check_errors()
         self.say("done")
-
-    def communicator(self, latency_max_tokens: int | None) -> Communicator:
-        """Create a communicator. None: the default choice of kernels; 0: throughput kernels only."""
-        args = self.args
-        return Communicator(
-            num_experts=args.experts,
-            hidden_size=args.hidden,
-            top_k=args.top_k,
-            max_tokens_per_rank=max(args.tokens),
-            device=self.device,
-            backend=args.backend,
-            timeout=TIMEOUT,
-            latency_max_tokens=latency_max_tokens,
-            **domains_of(args),
-        )
 
     # ------------------------------------------------------------------ what is measured
 

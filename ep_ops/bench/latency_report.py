@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from .figures import machine_line, text_table
+from .figures import text_table
+from .ranks import Found
 
 NAMES = {
     "pair": "dispatch + combine",
@@ -31,16 +30,16 @@ NAMES = {
 """What is measured -> its name in the table, in that order. The last does not depend on the number of tokens."""
 
 
-def lines_of(run: dict[str, Any]) -> dict[tuple[str, str], dict[int, dict[str, Any]]]:
+def lines_of(run: Found) -> dict[tuple[str, str], dict[int, Found]]:
     """Return the results by (name, block roles if given) and number of tokens, in the order of NAMES."""
-    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    found: dict[tuple[str, str], dict[int, Found]] = {}
     for result in sorted(run["results"], key=lambda result: list(NAMES).index(result["op"])):
         deal = ",".join(map(str, result["deal"] or ()))
         found.setdefault((result["op"], deal), {})[result["tokens"]] = result
     return found
 
 
-def rows_of(run: dict[str, Any]) -> list[list[str]]:
+def rows_of(run: Found) -> list[list[str]]:
     """Return the heading, and a row for each measurement: mean (99th percentile) for each number of tokens."""
     lines = lines_of(run)
     sizes = sorted({tokens for points in lines.values() for tokens in points})
@@ -52,18 +51,18 @@ def rows_of(run: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def remarks(run: dict[str, Any]) -> list[str]:
+def remarks(run: Found) -> list[str]:
     """Return lines about results that do not depend on the number of tokens."""
     return [f"host time of an eager {entry['op']}: {entry['us']:.1f} µs" for entry in run["host"]]
 
 
-def setting(run: dict[str, Any]) -> str:
+def setting(run: Found) -> str:
     return (
         f"hidden {run['hidden']}, {run['experts']} experts, top-{run['top_k']}, {run['dtype']};"
         f" graphs of {run['pairs']}, {run['replays']} replays ({run['few']} in comparisons), slowest rank"
     )
 
 
-def table(run: dict[str, Any]) -> str:
-    """Return the table for a terminal."""
-    return "\n".join([machine_line(run), setting(run), *text_table(rows_of(run)), *remarks(run)])
+def table(run: Found) -> list[str]:
+    """Return the lines of the table for a terminal."""
+    return [setting(run), *text_table(rows_of(run)), *remarks(run)]

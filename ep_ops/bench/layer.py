@@ -36,7 +36,8 @@ from ep_ops.nn import (
 
 from .figures import text_table
 from .options import add_options, add_sizes, names_of, positive, read
-from .ranks import Run, on_every_rank
+from .ranks import Found, Run, on_every_rank
+from .workloads import Workload
 
 WAYS = {
     "exact": "exact size, one host synchronization",
@@ -95,17 +96,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = read(options, argv)
     if "quack" in args.only and (args.device == "cpu" or importlib.util.find_spec("quack") is None):
         options.error("--only quack needs GPUs, and quack-kernels 0.6.5")
-    return on_every_rank(measure, args, 120.0)
+    return on_every_rank(measure, args)
 
 
 def measure(device: torch.device, args: argparse.Namespace) -> None:
     sizes = {name: getattr(args, name) for name in ("tokens", "hidden", "width", "experts", "top_k", "times")}
-    run = Run(device, args, benchmark="layer", dtype="bf16", **sizes, results=[])
-    with Communicator(
-        num_experts=args.experts, hidden_size=args.hidden, top_k=args.top_k, device=device, backend=args.backend,
-        max_tokens_per_rank=args.tokens, dtype=torch.bfloat16, timeout=60.0, latency_max_tokens=0,
-    ) as comm:  # fmt: skip
-        run.found["machine"]["backend"] = comm.backend.name
+    workload = Workload(args.tokens, args.hidden, args.experts, args.top_k)
+    facts = {"benchmark": "layer", "dtype": workload.dtype, **sizes}
+    with (
+        Run(device, args, table, **facts, results=[]) as run,
+        run.communicator(workload, latency_max_tokens=0) as comm,
+    ):
         comm.warmup([("wire:e4m3/128/pow2", "")] if "wire" in args.only else [])
         run.steps = len(args.only)
         weights = made(comm, args.width)
@@ -114,9 +115,6 @@ def measure(device: torch.device, args: argparse.Namespace) -> None:
             run.save()
             run.done += 1
         comm.check_errors()
-    if run.rank == 0:
-        print("\n".join(text_table(rows_of(run.found))), flush=True)
-    run.close()
 
 
 def made(comm: Communicator, width: int) -> tuple[Tensor, Tensor]:
@@ -181,13 +179,13 @@ def time(run: Run, comm: Communicator, way: str, weights: tuple[Tensor, Tensor])
     return {"way": way, "capacity": capacity, **found, "peak_gib": peak, "dropped": dropped}
 
 
-def rows_of(run: dict[str, Any]) -> list[list[str]]:
+def table(run: Found) -> list[str]:
     rows = [["ms, the slowest rank's", "rows", "forward", "and backward", "peak GiB"]]
     for result in run["results"]:
         times = (f"{result[name]:.2f}" for name in ("forward", "forward_backward"))
         name = WAYS[result["way"]] + (f", {result['dropped']} rows dropped" if result["dropped"] else "")
         rows.append([name, str(result["capacity"] or ""), *times, f"{result['peak_gib']:.1f}"])
-    return rows
+    return text_table(rows)
 
 
 if __name__ == "__main__":

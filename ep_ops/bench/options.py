@@ -7,18 +7,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-import torch
-
-
-def positive(text: str) -> int:
-    """Parse a positive int."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not an int of at least 1")
-    return number
+from ep_ops.commands.arguments import add_device_options, choose_device, positive
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -52,11 +41,7 @@ def names_of(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
 def add_options(options: argparse.ArgumentParser) -> None:
     """Add the options that all benchmarks have."""
     options.add_argument("--out", type=a_file, metavar="FILE", help="write all results as JSON, after each result")
-    options.add_argument(
-        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: GPUs if there are any"
-    )
-    options.add_argument("--backend", choices=("auto", "cute", "reference"), default="auto")
-    options.add_argument("--ranks", type=positive, help="without torchrun: processes (default: one a GPU; CPU: 2)")
+    add_device_options(options)
 
 
 def add_sizes(options: argparse.ArgumentParser) -> None:
@@ -66,26 +51,17 @@ def add_sizes(options: argparse.ArgumentParser) -> None:
     options.add_argument("--top-k", type=positive, default=8)
 
 
-def gpus() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
 def read(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the options, select the device, and reject sizes that contradict each other."""
+    """Parse the options, select the device and the number of ranks, and reject sizes that contradict each other."""
     args = options.parse_args(argv)
-    if args.device == "auto":
-        args.device = "cuda" if gpus() else "cpu"
-    if args.device == "cuda" and not gpus():
-        options.error("torch sees no GPU; try --device cpu")
-    if args.device == "cpu" and getattr(args, "backend", None) == "cute":
-        options.error("--backend is cute, which runs on GPUs; --device is cpu, or torch sees none")
+    choose_device(options, args)
+    args.ranks = int(os.environ.get("WORLD_SIZE", args.ranks))  # of torchrun
     if (hidden := getattr(args, "hidden", None)) and hidden % 8:
         options.error(f"--hidden is {hidden}; it must be a multiple of 8 (rows of 16 bytes)")
     if hasattr(args, "experts") and args.top_k > args.experts:
         options.error(f"--top-k is {args.top_k}; allowed: 1..{args.experts}, of --experts")
-    ranks = int(os.environ.get("WORLD_SIZE", args.ranks or gpus() or 2))
-    if (size := getattr(args, "domain_size", None)) and ranks % size:
-        options.error(f"--domain-size is {size}; it must divide the {ranks} ranks")
+    if (size := getattr(args, "domain_size", None)) and args.ranks % size:
+        options.error(f"--domain-size is {size}; it must divide the {args.ranks} ranks")
     return args
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import datetime
+import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,60 +17,52 @@ import torch.distributed as dist
 from ep_ops import Communicator
 from ep_ops.commands.launch import launch, process_group
 
+from .figures import machine_line
 from .machine import describe
-from .options import gpus
 from .timing import Timer
+from .workloads import Workload
 
+Found = dict[str, Any]
+"""A run, or one of its results, as it is written."""
 Measure = Callable[[torch.device, argparse.Namespace], None]
 
-
-def domains_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the domain options of a communicator."""
-    return {"domain_size": args.domain_size, "staging_bytes": args.staging_bytes}
+TIMEOUT = 120.0
+"""Seconds that a rank waits for another, which may be compiling."""
 
 
-def on_every_rank(measure: Measure, args: argparse.Namespace, timeout: float) -> int:
+def on_every_rank(measure: Measure, args: argparse.Namespace) -> int:
     """Run `measure(device, args)`, a module-level function, on all ranks: torchrun's, or new processes of this host.
-
-    `timeout`: seconds that torch.distributed waits for a rank. Returns the exit code.
-    """
-    if "LOCAL_RANK" not in os.environ:
-        launch(_process, args.ranks or gpus() or 2, measure, args, timeout)
-        return 0
-    device = _device(args, int(os.environ["LOCAL_RANK"]))
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        timeout=datetime.timedelta(seconds=timeout),
-        device_id=device if on_gpu else None,
-    )
-    measure(device, args)
-    dist.barrier()
-    dist.destroy_process_group()
+    Returns the exit code."""
+    if "LOCAL_RANK" in os.environ:
+        _process(int(os.environ["LOCAL_RANK"]), None, args.ranks, measure, args)
+    else:
+        launch(_process, args.ranks, measure, args)
     return 0
 
 
-def _process(rank: int, port: int, world_size: int, measure: Measure, args: argparse.Namespace, timeout: float) -> None:
-    device = _device(args, rank)
-    with process_group(rank, port, world_size, device, timeout):
+def _process(rank: int, port: int | None, world_size: int, measure: Measure, args: argparse.Namespace) -> None:
+    with process_group(rank, port, world_size, args.device, TIMEOUT) as device:
         measure(device, args)
-
-
-def _device(args: argparse.Namespace, rank: int) -> torch.device:
-    return torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
 
 
 BAR = 10
 """Characters of a bar."""
 
 
-class Run:
-    """One run of a benchmark, as one rank sees it. `facts` describe it in the file that is written."""
+class Run(contextlib.AbstractContextManager[Any]):
+    """One run of a benchmark, as one rank sees it. A `with` block of it prints the results at its end.
 
-    def __init__(self, device: torch.device, args: argparse.Namespace, **facts: Any) -> None:
-        self.device, self.args = device, args
+    Args:
+        device: device of this rank.
+        args: options of the command line.
+        table: returns the lines to print for what was found.
+        facts: what describes the run in the file that is written.
+    """
+
+    def __init__(
+        self, device: torch.device, args: argparse.Namespace, table: Callable[[Found], Sequence[str]], **facts: Any
+    ) -> None:
+        self.device, self.args, self.table = device, args, table
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.began = time.perf_counter()
         self.steps, self.done = 0, 0  # of the whole run, once that is known
@@ -81,9 +73,13 @@ class Run:
 
             self.barrier = DeviceBarrier(device)
         self.timer = Timer(device, self.barrier)
-        self.found: dict[str, Any] = {
-            "version": 1, "machine": describe(device), "world_size": self.world_size, **facts
-        }  # fmt: skip
+        self.found: Found = {"version": 1, "machine": describe(device), "world_size": self.world_size, **facts}
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if self.rank == 0:  # after an error, what was found until then
+            print(machine_line(self.found), *self.table(self.found), sep="\n", flush=True)
+        if self.on_link and error is None:
+            self.barrier.free()
 
     def worst(self, errors: dict[str, float]) -> dict[str, float]:
         """Return the largest errors of all ranks."""
@@ -92,11 +88,18 @@ class Run:
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         return dict(zip(errors, worst.tolist(), strict=True))
 
-    def note(self, comm: Communicator) -> None:
-        """Record what the file says about a communicator."""
+    def communicator(self, workload: Workload, **options: Any) -> Communicator:
+        """Create a communicator of the workload's sizes and record what the file says about it. Collective."""
+        domains = {name: getattr(self.args, name, None) for name in ("domain_size", "staging_bytes")}
+        comm = Communicator(
+            num_experts=workload.experts, hidden_size=workload.hidden, top_k=workload.top_k,
+            max_tokens_per_rank=workload.tokens, dtype=workload.torch_dtype, device=self.device,
+            backend=self.args.backend, timeout=TIMEOUT, **domains, **options,
+        )  # fmt: skip
         self.found["machine"]["backend"] = comm.backend.name
-        if self.args.domain_size is not None or len(comm.config.domains) > 1:
-            self.found |= domains_of(self.args) | {"wire": comm.config.wire}
+        if domains["domain_size"] is not None or len(comm.config.domains) > 1:
+            self.found |= domains | {"wire": comm.config.wire}
+        return comm
 
     def compile(self, formats: list[tuple[str, str]], *comms: Communicator) -> None:
         """Compile all kernels of the communicators: by the first rank of each host, with all its cores. Collective.
@@ -126,10 +129,6 @@ class Run:
         if self.rank == 0:
             print(f"[{time.perf_counter() - self.began:6.1f} s{bar(self.done, self.steps)}] {text}", flush=True)
 
-    def close(self) -> None:
-        if self.on_link:
-            self.barrier.free()
-
 
 def bar(done: int, steps: int) -> str:
     """Return the progress of a run for a line of output, or "" if the number of steps is unknown."""
@@ -139,7 +138,7 @@ def bar(done: int, steps: int) -> str:
     return f" {'#' * full}{'.' * (BAR - full)} {done:{len(str(steps))}d} of {steps}"
 
 
-def write(run: dict[str, Any], path: Path) -> None:
+def write(run: Found, path: Path) -> None:
     """Write a run as JSON, one line for each measurement."""
     parts = []
     for key, value in rounded(run).items():
@@ -153,8 +152,4 @@ def write(run: dict[str, Any], path: Path) -> None:
 
 def rounded(value: Any) -> Any:
     """Round every number to five digits, which is more than is measured."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {key: rounded(held) for key, held in value.items()}
-    return [rounded(held) for held in value] if isinstance(value, list) else value
+    return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.5g}"))

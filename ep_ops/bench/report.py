@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from .figures import machine_line, text_table
-
-Result = dict[str, Any]
+from .figures import text_table
+from .ranks import Found
 
 COLUMNS = ("what", "T", "H", "K", "routing", "SMs", "µs", "steady µs", "graph µs", "GB/s", "of link")
 
@@ -46,19 +43,19 @@ BUDGETS = {
 """Operator -> the budget that it runs under. Backwards move rows the other way."""
 
 
-def best_link(run: dict[str, Any]) -> float | None:
+def best_link(run: Found) -> float | None:
     """Return the GB/s of the fastest push or pull at any number of SMs and row size, or None if not measured."""
     return max((entry["gbs"] for entry in run["link"]), default=None)
 
 
-def taken(result: Result) -> float:
+def taken(result: Found) -> float:
     """Return the µs of a call in a graph if measured, else back to back, else of a single call."""
     us: float = next(result[key] for key in ("graph_us", "steady_us", "us") if key in result)
     return us
 
 
-def complete(run: dict[str, Any]) -> dict[str, Any]:
-    """Fills in the time that the bytes take at the link's speed, and its ratio to the time taken."""
+def complete(run: Found) -> Found:
+    """Fill in the time that the bytes take at the link's speed, and its ratio to the time taken."""
     speed = best_link(run)
     for result in run["results"]:
         nbytes = result.get("nvlink_bytes")
@@ -70,7 +67,7 @@ def complete(run: dict[str, Any]) -> dict[str, Any]:
     return run
 
 
-def cells(result: Result) -> list[str]:
+def cells(result: Found) -> list[str]:
     """Return the cells of a result in the order of COLUMNS."""
     op: str = result["op"]
     budget = result[BUDGETS[op]] if op in BUDGETS else None
@@ -88,7 +85,7 @@ def cells(result: Result) -> list[str]:
     ]
 
 
-def link_lines(run: dict[str, Any]) -> list[str]:
+def link_lines(run: Found) -> list[str]:
     """Return one line for each direction and row size: GB/s at each number of SMs."""
     by_kind: dict[tuple[str, int], list[str]] = {}
     for entry in run["link"]:
@@ -99,7 +96,6 @@ def link_lines(run: dict[str, Any]) -> list[str]:
     ]
 
 
-def table(run: dict[str, Any]) -> str:
-    """Return the table for a terminal."""
-    rows = [list(COLUMNS), *map(cells, run["results"])]
-    return "\n".join([machine_line(run), *link_lines(run), *text_table(rows)])
+def table(run: Found) -> list[str]:
+    """Return the lines of the table for a terminal."""
+    return [*link_lines(run), *text_table([COLUMNS, *map(cells, run["results"])])]

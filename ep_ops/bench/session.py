@@ -19,19 +19,17 @@ from ep_ops import Communicator
 from .baselines import SameBytes
 from .operators import MAX_ERROR, Calls
 from .presets import FORMATS, GATHERED, OPERATORS, SUMS, TOKEN_MAJOR, Case, Preset
-from .ranks import Run, domains_of
-from .report import complete
+from .ranks import Run
+from .report import complete, table
 from .timing import CHAIN, Timing
 from .workloads import ALIGNMENT, Workload, expected_traffic
-
-TIMEOUT = 60.0  # seconds that a rank waits for another
 
 
 class Session(Run):
     """Measures what a preset names."""
 
     def __init__(self, device: torch.device, args: argparse.Namespace) -> None:
-        super().__init__(device, args, preset=args.preset, iterations=args.iterations, link=[], results=[])
+        super().__init__(device, args, table, preset=args.preset, iterations=args.iterations, link=[], results=[])
 
     def run(self, preset: Preset) -> None:
         """Run a preset. The file is written after each result."""
@@ -43,7 +41,7 @@ class Session(Run):
         for cases in preset.groups():
             if self.out_of_time():
                 break
-            with self.communicator(cases) as comm:
+            with self.made(cases) as comm:
                 for workload, same in itertools.groupby(cases, key=lambda case: case.workload):
                     if self.out_of_time():
                         break
@@ -164,25 +162,15 @@ class Session(Run):
 
     # ------------------------------------------------------------------ around it
 
-    def communicator(self, cases: list[Case]) -> Communicator:
+    def made(self, cases: list[Case]) -> Communicator:
         """Create the communicator of cases that differ only in tokens, routing and budgets."""
-        workload, tokens = cases[0].workload, max(case.workload.tokens for case in cases)
-        most_copies = self.world_size * tokens + 2  # and the rows that `Calls.room` adds
-        comm = Communicator(
-            num_experts=workload.experts,
-            hidden_size=workload.hidden,
-            top_k=workload.top_k,
-            max_tokens_per_rank=tokens,
-            alignment=ALIGNMENT,
-            dtype=workload.torch_dtype,
-            device=self.device,
-            backend=self.args.backend,
-            timeout=TIMEOUT,
-            latency_max_tokens=0,  # the latency kernels have a benchmark of their own
-            symmetric_rows=most_copies if any(GATHERED in case.measure for case in cases) else 0,
-            **domains_of(self.args),
+        largest = max((case.workload for case in cases), key=lambda workload: workload.tokens)
+        most_copies = self.world_size * largest.tokens + 2  # and the rows that `Calls.room` adds
+        gathered = any(GATHERED in case.measure for case in cases)
+        # The latency kernels have a benchmark of their own.
+        comm = self.communicator(
+            largest, alignment=ALIGNMENT, latency_max_tokens=0, symmetric_rows=most_copies if gathered else 0
         )
-        self.note(comm)
         asked = FORMATS | {op: (format, "") for op, format in SUMS.items()}
         formats = [how for op, how in asked.items() if any(op in case.measure for case in cases)]
         self.compile(formats, comm)

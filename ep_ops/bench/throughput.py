@@ -15,11 +15,10 @@ from collections.abc import Sequence
 
 import torch
 
-from .options import add_domain_options, add_options, gpus, names_of, numbers, positive, read
+from .options import add_domain_options, add_options, names_of, numbers, positive, read
 from .presets import MEASURABLE, PRESETS, Preset, over_sms
 from .ranks import on_every_rank
-from .report import complete, table
-from .session import TIMEOUT, Session
+from .session import Session
 from .workloads import expected_traffic
 
 
@@ -59,9 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.preset = "quick" if args.device == "cuda" or args.dry_run else "tiny"
     if args.dry_run:
         if os.environ.get("RANK", "0") == "0":
-            print(plan_text(preset_of(args), int(os.environ.get("WORLD_SIZE", args.ranks or gpus() or 4))))
+            print(plan_text(preset_of(args), args.ranks))
         return 0
-    return on_every_rank(_measure, args, 2 * TIMEOUT)
+    return on_every_rank(measure, args)
 
 
 def plan_text(preset: Preset, world_size: int) -> str:
@@ -76,14 +75,9 @@ def plan_text(preset: Preset, world_size: int) -> str:
     return "\n".join(lines)
 
 
-def _measure(device: torch.device, args: argparse.Namespace) -> None:
-    session = Session(device, args)
-    try:
+def measure(device: torch.device, args: argparse.Namespace) -> None:
+    with Session(device, args) as session:
         session.run(preset_of(args))
-    finally:  # after an error, what was found until then
-        if session.rank == 0:
-            print(table(complete(session.found)), flush=True)
-    session.close()
 
 
 if __name__ == "__main__":

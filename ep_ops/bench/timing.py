@@ -88,14 +88,7 @@ class Timer:
     def whole(self, call: Callable[[int], Any], iterations: int) -> Timing:
         """Time single calls, each from a barrier to its end on the device."""
         warmup = self._warm(call, iterations)
-        marks = [(self._mark(), self._mark()) for _ in range(iterations)]
-        for i, (start, end) in enumerate(marks):
-            self._line_up()
-            start.record()
-            call(warmup + i)
-            end.record()
-        self.synchronize()
-        return self._longest([1e3 * start.elapsed_time(end) for start, end in marks])
+        return self._timing([self._span(call, warmup + i) for i in range(iterations)])
 
     def by_turns(
         self, calls: dict[str, Callable[[int], Any]], rounds: int, row: int = 1, rest: bool = True
@@ -108,33 +101,21 @@ class Timer:
         """
         for call in calls.values():
             self._warm(call, 1)
-        marks: dict[str, list[Any]] = {name: [] for name in calls}
+        spans: dict[str, list[Any]] = {name: [] for name in calls}
         for i in range(rounds):
             order = list(calls)
             random.Random(i).shuffle(order)  # the same on all ranks
             for name in order:
                 if rest and self.cuda:
                     torch.cuda._sleep(REST_CYCLES)
-                start, end = self._mark(), self._mark()
-                self._line_up()
-                start.record()
-                for j in range(row):
-                    calls[name](i * row + j)
-                end.record()
-                marks[name].append((start, end))
-        self.synchronize()
-        return {name: self._longest([1e3 * a.elapsed_time(b) / row for a, b in pairs]) for name, pairs in marks.items()}
+                spans[name].append(self._span(calls[name], i * row, row))
+        return {name: self._timing(pairs, row) for name, pairs in spans.items()}
 
     def steady(self, call: Callable[[int], Any], iterations: int) -> Timing:
         """Calls back to back, 8 at a time, without a barrier in between: µs of each, one figure for each such row."""
         self._warm(call, iterations)
-        calls = min(ROW, iterations)
-
-        def row() -> None:
-            for i in range(calls):
-                call(i)
-
-        return self._rows(row, calls, iterations)
+        count = min(ROW, iterations)
+        return self._timing([self._span(call, 0, count) for _ in range(max(1, iterations // 4))], count)
 
     def graph(self, call: Callable[[int], Any], iterations: int) -> tuple[Timing, Any]:
         """Time replays of a CUDA graph of 10 calls: µs of each call, one figure for each replay. Also return the result
@@ -148,7 +129,7 @@ class Timer:
 
         replay = self.captured(kept, CHAIN)
         replay(0)  # the first one loads it
-        timing = self._rows(lambda: replay(0), CHAIN, iterations)
+        timing = self._timing([self._span(replay) for _ in range(max(1, iterations // 4))], CHAIN)
         for tensor in leaves(last[0]):
             tensor.zero_()
         replay(0)
@@ -158,18 +139,13 @@ class Timer:
     def captured(self, call: Callable[[int], Any], count: int) -> Callable[[int], None]:
         """Return a function that replays a CUDA graph of `count` calls, whatever its argument; on a CPU it makes these
         calls."""
-
-        def all_calls(i: int) -> None:
-            for j in range(count):
-                call(j)
-
         if not self.cuda:
-            return all_calls
-        all_calls(0)
+            return lambda i: repeat(call, count)
+        repeat(call, count)
         self.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            all_calls(0)
+            repeat(call, count)
         return lambda i: graph.replay()
 
     def row(self, call: Callable[[int], Any], iterations: int) -> Timing:
@@ -177,41 +153,26 @@ class Timer:
         self._warm(call, iterations)
         marks = [self._mark() for _ in range(iterations + 1)]
         self._line_up()
-        for i in range(LEAD):
-            call(i)
+        repeat(call, LEAD)
         marks[0].record()
         for i, mark in enumerate(marks[1:]):
             call(i)
             mark.record()
-        self.synchronize()
-        return self._longest([1e3 * start.elapsed_time(end) for start, end in itertools.pairwise(marks)])
+        return self._timing(list(itertools.pairwise(marks)))
 
     def host(self, call: Callable[[int], Any], iterations: int) -> Timing:
         """Time until a call returns: what the host pays. Means of rows of 50 calls, behind 10 that are not timed."""
         self._warm(call, iterations)
-        calls = min(HOST_ROW, iterations * ROW)
+        count = min(HOST_ROW, iterations * ROW)
         means = []
         for _ in range(max(1, iterations // 4)):
             self._line_up()
-            for i in range(min(LEAD, iterations)):
-                call(i)
+            repeat(call, min(LEAD, iterations))
             begin = time.perf_counter()
-            for i in range(calls):
-                call(i)
-            means.append(1e6 * (time.perf_counter() - begin) / calls)
+            repeat(call, count)
+            means.append(1e6 * (time.perf_counter() - begin) / count)
             self.synchronize()
         return self._longest(means)
-
-    def _rows(self, row: Callable[[], None], calls: int, iterations: int) -> Timing:
-        """Time of `row()`, which makes `calls` calls, divided by them."""
-        marks = [(self._mark(), self._mark()) for _ in range(max(1, iterations // 4))]
-        for start, end in marks:
-            self._line_up()
-            start.record()
-            row()
-            end.record()
-        self.synchronize()
-        return self._longest([1e3 * start.elapsed_time(end) / calls for start, end in marks])
 
     def synchronize(self) -> None:
         if self.cuda:
@@ -222,10 +183,18 @@ class Timer:
         if self.cuda:
             torch.cuda._sleep(SPIN_UP_CYCLES)
         warmup = min(WARMUP, iterations)
-        for i in range(warmup):
-            call(i)
+        repeat(call, warmup)
         self.synchronize()
         return warmup
+
+    def _span(self, call: Callable[[int], Any], first: int = 0, count: int = 1) -> tuple[Any, Any]:
+        """Line up the ranks, make calls from number `first` on, and return the marks before and after them."""
+        start, end = self._mark(), self._mark()
+        self._line_up()
+        start.record()
+        repeat(call, count, first)
+        end.record()
+        return start, end
 
     def _line_up(self) -> None:
         if self.cuda:
@@ -236,11 +205,22 @@ class Timer:
     def _mark(self) -> Any:
         return torch.cuda.Event(enable_timing=True) if self.cuda else HostMark()
 
+    def _timing(self, spans: list[tuple[Any, Any]], count: int = 1) -> Timing:
+        """Return the time between the marks of each span, divided by the number of calls in a span."""
+        self.synchronize()
+        return self._longest([1e3 * start.elapsed_time(end) / count for start, end in spans])
+
     def _longest(self, took: list[float]) -> Timing:
         longest = torch.tensor(took, dtype=torch.float64, device=self.device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(longest, op=dist.ReduceOp.MAX)
         return Timing(tuple(longest.tolist()))
+
+
+def repeat(call: Callable[[int], Any], count: int, first: int = 0) -> None:
+    """Call with the numbers from `first` on."""
+    for i in range(first, first + count):
+        call(i)
 
 
 def leaves(results: Any) -> list[Tensor]:

@@ -7,8 +7,10 @@ import importlib
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+
+from ep_ops.commands.arguments import add_device_options, choose_device, multiple_of, positive
+from ep_ops.commands.launch import launch
 
 TOOLCHAIN = "cutlass", "tvm_ffi", "cuda"
 """Packages that the extras cu12 and cu13 install."""
@@ -52,10 +54,7 @@ def parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo", help="train a small MoE model on all GPUs, or on two CPU processes, and check it against a dense model"
     )
-    demo.add_argument(
-        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: GPUs where there are any"
-    )
-    demo.add_argument("--ranks", type=positive, help="processes (default: one per GPU, CPU: 2)")
+    add_device_options(demo)
     demo.add_argument(
         "--decode", action="store_true", help="run decode steps instead of training, on GPUs in a CUDA graph"
     )
@@ -66,12 +65,9 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--sequences", type=positive, help="sequences of 32 tokens, per rank and step (default: 128, CPU: 16)"
     )
-    demo.add_argument("--hidden-size", type=hidden_size, help="a multiple of 32 (default: 512, CPU: 64)")
-    demo.add_argument(
-        "--backend", choices=("auto", "cute", "reference"), default="auto", help="auto: cute where it can run"
-    )
+    demo.add_argument("--hidden-size", type=multiple_of(32), help="a multiple of 32 (default: 512, CPU: 64)")
     demo.add_argument("--eager", action="store_true", help="do not compile the model")
-    demo.set_defaults(run=run_demo)
+    demo.set_defaults(run=run_demo, parser=demo)
 
     ahead = commands.add_parser(
         "compile",
@@ -97,13 +93,6 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
-
-
 def arch(text: str) -> str:
     if re.fullmatch(r"sm_(9\d|1\d\d)a", text) is None:
         raise argparse.ArgumentTypeError(
@@ -112,37 +101,18 @@ def arch(text: str) -> str:
     return text
 
 
-def hidden_size(text: str) -> int:
-    value = positive(text)
-    if value % 32:
-        raise argparse.ArgumentTypeError(f"{value} is not a multiple of 32")
-    return value
-
-
 def run_demo(args: argparse.Namespace) -> int:
-    import torch
+    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
     from ep_ops.commands.decode import decode
     from ep_ops.commands.demo import Options, train
 
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = args.device if args.device != "auto" else ("cuda" if gpus else "cpu")
-    ranks = args.ranks or (gpus if device == "cuda" else 2)
-    if device == "cuda" and gpus == 0:
-        print("ep-ops demo: --device is cuda, but torch sees no GPU; use --device cpu", file=sys.stderr)
-        return 2
-    if device == "cuda" and ranks > gpus:
-        print(f"ep-ops demo: --ranks is {ranks}; allowed: at most {gpus}, the number of GPUs", file=sys.stderr)
-        return 2
-    on_gpu = device == "cuda"
-    if args.backend == "cute" and not on_gpu:
-        print("ep-ops demo: --backend cute needs a GPU; --device is cpu, or torch sees no GPU", file=sys.stderr)
-        return 2
-    signal.signal(signal.SIGTERM, terminate)
+    choose_device(args.parser, args)
+    on_gpu = args.device == "cuda"
     steps, hidden = (300 if on_gpu else 20, 1024) if args.decode else (60, 512)
     options = Options(
-        device=device,
-        ranks=ranks,
+        device=args.device,
+        ranks=args.ranks,
         steps=args.steps or steps,
         tokens=args.tokens,
         sequences=args.sequences or (128 if on_gpu else 16),
@@ -150,17 +120,9 @@ def run_demo(args: argparse.Namespace) -> int:
         backend=args.backend,
         compiled=not args.eager,
     )
-    return ended(decode if args.decode else train, options)
-
-
-def ended(run: Callable[..., None], options: Any) -> int:
-    """Run a demo in one process for each rank and return its exit code."""
-    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
-
-    from ep_ops.commands.launch import launch
-
+    signal.signal(signal.SIGTERM, terminate)
     try:
-        launch(run, options.ranks, options)
+        launch(decode if args.decode else train, options.ranks, options)
     except (ProcessRaisedException, ProcessExitedException) as failure:
         print(f"\nep-ops demo failed:{failure}", file=sys.stderr)
         return 1

@@ -53,17 +53,8 @@ class DecodeLayer(nn.Module):
 def decode(rank: int, port: int, world_size: int, options: Options) -> None:
     """Run one process of the demo, which prints µs per step and compares replayed steps with eager ones. CPUs run eager
     steps again."""
-    device = torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
-    with process_group(rank, port, world_size, device), torch.no_grad():
-        with ep_ops.Communicator(
-            num_experts=EXPERTS,
-            hidden_size=options.hidden_size,
-            top_k=TOP_K,
-            max_tokens_per_rank=options.tokens,
-            dtype=options.dtype,
-            device=device,
-            backend=options.backend,
-        ) as comm:
+    with process_group(rank, port, world_size, options.device) as device, torch.no_grad():
+        with options.communicator(EXPERTS, TOP_K, options.tokens, device) as comm:
             _steps(comm, options)
 
 
@@ -114,11 +105,7 @@ def _captured(comm: ep_ops.Communicator, model: nn.Module, x: Tensor):
 
 def _time(comm: ep_ops.Communicator, replay, steps: int) -> float:
     """Return µs per step on the slowest rank, the median of ten runs."""
-
-    def synchronize() -> None:
-        if comm.device.type == "cuda":
-            torch.cuda.synchronize(comm.device)
-
+    synchronize = torch.cuda.synchronize if comm.device.type == "cuda" else lambda: None
     each = max(1, steps // 10)
     took = []
     for _ in range(10):
@@ -129,6 +116,5 @@ def _time(comm: ep_ops.Communicator, replay, steps: int) -> float:
         synchronize()
         took.append(1e6 * (time.perf_counter() - begin) / each)
     slowest = torch.tensor(statistics.median(took), dtype=torch.float64, device=comm.device)
-    if dist.is_initialized():
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return float(slowest)

@@ -44,6 +44,12 @@ class Options:
     def dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.device == "cuda" else torch.float32
 
+    def communicator(self, experts: int, top_k: int, tokens: int, device: torch.device) -> ep_ops.Communicator:
+        return ep_ops.Communicator(
+            num_experts=experts, hidden_size=self.hidden_size, top_k=top_k, max_tokens_per_rank=tokens,
+            dtype=self.dtype, device=device, backend=self.backend,
+        )  # fmt: skip
+
     @property
     def tolerance(self) -> float:
         """Allowed |difference| / |value|, in norm, due to rounding. In bfloat16 the router's gradient, a difference of
@@ -150,22 +156,12 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 def train(rank: int, port: int, world_size: int, options: Options) -> None:
     """Run one process of the demo. Rank 0 prints."""
-    device = torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
-    if device.type == "cpu":
+    if options.device == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    compiler = compile_backend(device) if options.compiled else None
-    with process_group(rank, port, world_size, device):
-        comm = ep_ops.Communicator(
-            num_experts=8 * world_size,
-            hidden_size=options.hidden_size,
-            top_k=2,
-            max_tokens_per_rank=options.sequences * LENGTH,
-            dtype=options.dtype,
-            device=device,
-            backend=options.backend,
-        )
-        with comm:
+    compiler = compile_backend(options.device) if options.compiled else None
+    with process_group(rank, port, world_size, options.device) as device:
+        with options.communicator(8 * world_size, 2, options.sequences * LENGTH, device) as comm:
             comm.warmup()
             report = Printer(comm, options, compiler)
             report.start()
@@ -204,10 +200,10 @@ def without_moe(model: Model) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict().items() if not name.startswith("moe.")}
 
 
-def compile_backend(device: torch.device) -> str:
+def compile_backend(device: str) -> str:
     """Return "inductor", or "aot_eager" on CPUs without a C++ compiler."""
     compilers = (os.environ.get("CXX"), "g++", "clang++")
-    usable = device.type == "cuda" or any(shutil.which(name) for name in compilers if name)
+    usable = device == "cuda" or any(shutil.which(name) for name in compilers if name)
     return "inductor" if usable else "aot_eager"
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from ep_ops.commands.launch import gpu_count
 from ep_ops.config import Config
 
 DISTRIBUTIONS = ("numpy", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings")
@@ -74,10 +75,6 @@ def driver() -> str:
     except subprocess.SubprocessError as error:
         return f"unknown ({error})"
     return ", ".join(sorted(set(found.stdout.split())))
-
-
-def gpu_count() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def gpus() -> list[str]:

@@ -8,6 +8,7 @@ import datetime
 import os
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,23 +55,36 @@ def _run(rank: int, function: Callable[..., None], *args: object) -> None:
     os._exit(0)
 
 
+def gpu_count() -> int:
+    """Return the number of GPUs that torch can use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 @contextlib.contextmanager
 def process_group(
-    rank: int, port: int, world_size: int, device: torch.device, timeout: float = 300.0
-) -> Iterator[None]:
-    """Initialize the default process group of a launched process, NCCL or gloo, with a timeout in seconds."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if device.type == "cuda":
+    rank: int, port: int | None, world_size: int, kind: str, timeout: float = 300.0
+) -> Iterator[torch.device]:
+    """Initialize the default process group of a process that `launch` or torchrun has started, and yield its device.
+
+    Args:
+        rank: index of the process on this host, and of its GPU.
+        port: port of the launcher's store, or None under torchrun.
+        world_size: number of ranks; unused under torchrun.
+        kind: "cuda" for GPUs and NCCL, "cpu" for gloo.
+        timeout: seconds that torch.distributed waits for a rank.
+    """
+    device, options = torch.device(kind), dict[str, Any]()
+    if kind == "cuda":
+        device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
+        options["device_id"] = device
+    if port is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        options |= {"store": dist.TCPStore("127.0.0.1", port, is_master=False), "rank": rank, "world_size": world_size}
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=dist.TCPStore("127.0.0.1", port, is_master=False),
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=timeout),
-        device_id=device if device.type == "cuda" else None,
+        "nccl" if kind == "cuda" else "gloo", timeout=datetime.timedelta(seconds=timeout), **options
     )
-    yield
+    yield device
     # Not in a `finally`: after an error the others may be waiting elsewhere, and the launcher ends them.
     dist.barrier()
     dist.destroy_process_group()

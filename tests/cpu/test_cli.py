@@ -102,7 +102,7 @@ def test_a_signal_ends_every_process(how: str) -> None:
 
 
 def fail_on_rank_one(rank: int, port: int, world_size: int) -> None:
-    with process_group(rank, port, world_size, torch.device("cpu")):
+    with process_group(rank, port, world_size, "cpu"):
         if rank == 1:
             raise ValueError("no good")
         torch.distributed.barrier()
@@ -117,7 +117,7 @@ def test_a_failing_rank_ends_the_waiting_one() -> None:
 
 def leave_work_behind(rank: int, port: int, world_size: int) -> None:
     global still_held
-    with process_group(rank, port, world_size, torch.device("cpu")):
+    with process_group(rank, port, world_size, "cpu"):
         still_held = torch.distributed.group.WORLD
     for _ in range(200):
         still_held.allgather([[torch.empty(200_000) for _ in range(world_size)]], [torch.zeros(200_000)])
@@ -277,15 +277,24 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr()
     assert "{throughput,latency,layer,model} ..." in said.err and "'everything' (choose from" in said.err
     assert all(kind in said.out and what.split()[0] in said.out for kind, what in cli.BENCHMARKS.items())
-    assert cli.main(["demo", "--device", "cpu", "--backend", "cute"]) == 2
-    assert "--backend cute needs a GPU" in capsys.readouterr().err
-    for wrong in ([], ["demo", "--steps", "0"], ["demo", "--hidden-size", "48"]):
+    for wrong, error in (
+        ([], "the following arguments are required"),
+        (["demo", "--steps", "0"], "0 is not an int of at least 1"),
+        (["demo", "--hidden-size", "48"], "48 is not a multiple of 32"),
+        (["demo", "--device", "cpu", "--backend", "cute"], "--backend is cute, which runs on GPUs"),
+        *([] if torch.cuda.is_available() else [(["demo", "--device", "cuda"], "torch sees no GPU")]),
+    ):
         with pytest.raises(SystemExit) as stop:
             cli.main(wrong)
-        assert stop.value.code == 2
-    if not torch.cuda.is_available():
-        assert cli.main(["demo", "--device", "cuda"]) == 2
-        assert "--device is cuda, but torch sees no GPU" in capsys.readouterr().err
+        assert stop.value.code == 2 and error in capsys.readouterr().err
+
+
+def test_ranks_are_at_most_the_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pretend_gpus(monkeypatch, [(9, 0)] * 2, set())
+    for command in (["demo"], ["bench", "latency"]):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([*command, "--ranks", "3"])
+        assert stop.value.code == 2 and "--ranks is 3; allowed: at most 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

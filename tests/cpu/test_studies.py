@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ranks import run_ranks
 from benchmarks import charts, combine_speeds, concurrent_gemm, late_gradients, layers, moe, overlap, training
 from ep_ops import Communicator
 from ep_ops.bench import timeline
+from ep_ops.bench.timing import Timer
 from ep_ops.moe import MoECommunicator
 from ep_ops.nn import TORCH
 
@@ -19,8 +21,8 @@ SMALL = "--device cpu --backend reference --hidden 64 --experts 4 --top-k 2 --it
 
 
 def measured(session: Any) -> dict[str, Any]:
-    session.measure()
-    session.close()
+    with session:
+        session.measure()
     return session.found
 
 
@@ -95,16 +97,16 @@ def test_concurrent_gemm() -> None:
         assert one["hidden_without_lead"] - one["hidden"] == pytest.approx(one["lead_ms"] / one["operation_ms"])
 
 
-def combines_timed() -> list[str]:
+def combines_timed(out: Path) -> None:
     text = "--backend reference --tokens 6 --hidden 64 --experts 4 --top-k 2 --heaps 2 --inputs 2 --sms 3,4"
-    lines: list[str] = []
-    combine_speeds.measure(combine_speeds.options().parse_args(text.split()), torch.device("cpu"), lines.append)
-    return lines
+    args = combine_speeds.options().parse_args([*text.split(), "--out", str(out)])
+    combine_speeds.measure(torch.device("cpu"), args)
 
 
 @pytest.mark.drawn
-def test_combine_speeds() -> None:
-    lines = run_ranks(2, combines_timed)[0]
+def test_combine_speeds(tmp_path: Path) -> None:
+    run_ranks(2, combines_timed, tmp_path / "speeds.json")
+    lines = json.loads((tmp_path / "speeds.json").read_text())["lines"]
     starts = [f"communicator {heap}, y {y}:" for heap in (0, 1) for y in (0, 1)]
     starts += ["ranks meet before each call:", "3 SMs:", "4 SMs:", "the default again:"]
     assert [line.partition(" grouped")[0] for line in lines] == starts
@@ -162,7 +164,7 @@ def test_moe_communicator() -> None:
     assert [(one["tokens"], one["what"]) for one in found["results"]] == [(3, how) for how in moe.HOW]
     assert all(one["host_us"] > 0 and one["eager_us"] > 0 for one in found["results"])
     assert "'operators': 0.0" in error and "'MoECommunicator': 0.0" not in error
-    assert len(moe.table(found["results"])) == 1 + len(found["results"])
+    assert len(moe.table(found)) == 1 + len(found["results"])
 
 
 def test_late_gradients() -> None:
@@ -173,7 +175,7 @@ def test_late_gradients() -> None:
         step = late_gradients.steps(comm, args, TORCH)
         step(True)
         with pytest.raises(RuntimeError, match="the orders differ in the gradients of w_in, w_out"):
-            late_gradients.compare(late_gradients.steps(comm, args, doubled), 1, 0.0)
+            late_gradients.compare(late_gradients.steps(comm, args, doubled), 1, Timer(comm.device, lambda: None))
 
 
 @pytest.mark.parametrize(
