@@ -17,9 +17,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
-from cute_kernels.heap import Heap, Problem
-from cute_kernels.latency.sizes import LatencyHeap
+from cute_kernels.heap import ENTRY_BYTES, Problem
+from cute_kernels.latency.sizes import PACKET_BYTES, LatencyHeap, packets, route_packets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +35,6 @@ class Layout:
     experts: int = 256  # of all ranks
     top_k: int = 8
     round_tokens: int = 0  # tokens of a round; 0: one round
-    most_batch_tokens: int = 16  # of a put, many tokens
-    most_tiles: int = 16
     few_tokens: int = 128  # the bound of the latency kernels
     sum_bytes: int = 0  # of a sum that a combine sends; 0: those of a row
 
@@ -43,7 +42,7 @@ class Layout:
     def ranks(self) -> int:
         return self.domains * self.domain_ranks
 
-    @property
+    @cached_property
     def problem(self) -> Problem:
         """What kernels for rows of so many bytes would be compiled for."""
         count, size = self.ranks, self.domain_ranks
@@ -52,6 +51,11 @@ class Layout:
             count, (self.experts // count,) * count, self.top_k, self.row_bytes // 2, "bf16",
             self.of_round, domains if self.domains > 1 else (), route_tokens=self.tokens if self.round_tokens else 0,
         )  # fmt: skip
+
+    @cached_property
+    def heap(self) -> LatencyHeap:
+        """Symmetric memory of these kernels."""
+        return LatencyHeap(self.problem, self.few_tokens)
 
     @property
     def row_bytes(self) -> int:
@@ -70,61 +74,12 @@ class Layout:
         return dataclasses.replace(self, sum_bytes=in_packets if few else in_staging)
 
     @property
-    def batch_tokens(self) -> int:
-        """Consecutive tokens whose rows are one put, many tokens."""
-        return max(1, min(self.most_batch_tokens, 2**17 // self.row_bytes))
-
-    @property
-    def batches(self) -> int:
-        """Number of batches of a round."""
-        return -(-self.of_round // self.batch_tokens)
-
-    @property
-    def chunks(self) -> int:
-        """Number of chunks of a round: groups of rows that are announced together within a domain."""
-        return -(-self.of_round // max(2, min(8, 28 * 2**10 // self.row_bytes)))
-
-    @property
-    def tiles(self) -> int:
-        """Into which a rank cuts its route."""
-        return max(1, min(self.most_tiles, 2**17 // (self.ranks * self.experts)))
-
-    @property
-    def counts_bytes(self) -> int:
-        """What a tile tells every rank: counts of all experts, and eight numbers more."""
-        return 4 * (4 * -(-self.experts // 4) + 8)
-
-    @property
-    def weights_bytes(self) -> int:
-        """The scalars of a token's K experts, or its ids."""
-        return 16 * -(-self.top_k // 4) if self.domains > 1 else 4 * self.top_k
-
-    @property
-    def wanted_bytes(self) -> int:
-        """What is asked for a batch: a mask of copies for each token, and its ids."""
-        return 16 * -(-self.batch_tokens // 4) + self.batch_tokens * self.weights_bytes
-
-    @property
-    def few_row_bytes(self) -> int:
-        """A row of few tokens with its weights, in packets."""
-        return max(packet_bytes(self.row_bytes + 16 * -(-self.top_k // 4)), 512 * -(-self.top_k // 4))
-
-    def few_route_bytes(self, tokens: int) -> int:
-        """Return the bytes of packets that contain the ids of so many tokens."""
-        return packet_bytes(16 + 2 * tokens * self.top_k)
-
-    @property
     def of_round(self) -> int:
         return self.round_tokens or max(1, self.tokens)
 
     @property
     def rounds(self) -> int:
         return max(1, -(-self.tokens // self.of_round))
-
-
-def packet_bytes(nbytes: int) -> int:
-    """Return the size of packets with a payload of ``nbytes``: 480 bytes in each packet of 512."""
-    return 512 * -(-nbytes // 480)
 
 
 SECTIONS = {
@@ -134,18 +89,16 @@ SECTIONS = {
     "routes": ("messages", "messages_out", "kept"),
     "scalars": ("weights", "weights_in", "scalars", "scalars_in"),
     "wanted": ("wanted_in", "wanted_out"),
+    "few tokens": ("routes", "lines", "routes_out", "lines_out", "routes_words", "lines_words"),
 }
-"""Purpose of staging -> its sections of the heap (cute_kernels/heap.py). All other sections are words."""
+"""Purpose of staging -> its sections of the heap. All other sections are words."""
 
 
 def staging(layout: Layout) -> dict[str, int]:
     """Return the bytes of both banks by purpose, as the kernels lay them out."""
-    heap = Heap(layout.problem)
-    sizes = dict(heap.size)
+    sizes = dict(layout.heap.size)
     one = {purpose: sum(sizes.pop(name, 0) for name in names) for purpose, names in SECTIONS.items()}
     one["words"] = sum(sizes.values())
-    few = sum(LatencyHeap(layout.problem, layout.few_tokens).size.values()) - sum(heap.size.values())
-    one["few tokens"] = few if layout.domains > 1 else 0
     return {purpose: 2 * size for purpose, size in one.items()}
 
 
@@ -169,8 +122,6 @@ def in_rounds(layout: Layout, limit: int) -> Layout:
 
 # ---------------------------------------------------------------------- traffic
 
-ENTRY = 16
-"""Bytes of an entry of a route."""
 WORD = 8
 """Bytes of a flag or of a batch's word."""
 LINE, PAYLOAD = 128, 120
@@ -245,18 +196,18 @@ class Bytes:
 def dispatch_bytes(layout: Layout) -> Bytes:
     """Return the bytes of a throughput dispatch with a new route and weights. Every batch is put; an empty one is a
     word."""
-    t = expected(layout)
+    t, p, heap = expected(layout), layout.problem, layout.heap
     others, near, far = layout.domains - 1, layout.domain_ranks - 1, layout.ranks - layout.domain_ranks
     share = t.expanded / layout.ranks  # entries for one rank
-    counts = layout.tiles * layout.counts_bytes
-    puts = others * layout.rounds * layout.batches + (far + others) * layout.tiles + far * layout.rounds
-    relayed = others * (layout.rounds * layout.batches + layout.tiles)
+    counts = p.tiles * 4 * p.header_ints
+    relayed = others * (layout.rounds * heap.batches + p.tiles)
+    puts = relayed + far * (p.tiles + layout.rounds)
     return Bytes(
         near_rows=t.near * layout.row_bytes,
-        near_other=near * (ENTRY * share + counts + 4 * layout.domains * share)  # weights are fetched one by one
-        + WORD * near * (layout.rounds * (1 + layout.chunks) + layout.tiles + relayed),
+        near_other=near * (ENTRY_BYTES * share + counts + 4 * layout.domains * share)  # weights are fetched one by one
+        + WORD * near * (layout.rounds * (1 + heap.chunks) + p.tiles + relayed),
         far_rows=t.crossing * layout.row_bytes,
-        far_other=far * (ENTRY * share + counts) + others * layout.tokens * layout.weights_bytes + WORD * puts,
+        far_other=far * (ENTRY_BYTES * share + counts) + others * layout.tokens * 4 * p.weights_each + WORD * puts,
         puts=puts,
     )
 
@@ -264,16 +215,17 @@ def dispatch_bytes(layout: Layout) -> Bytes:
 def combine_bytes(layout: Layout) -> Bytes:
     """Return the bytes of a throughput combine: requests in one direction and sums in the other. Batches without
     requests have no sums."""
-    t = expected(layout)
+    t, heap = expected(layout), layout.heap
     others, near, far = layout.domains - 1, layout.domain_ranks - 1, layout.ranks - layout.domain_ranks
-    asked = others * layout.rounds * layout.batches
-    unasked = missed(layout, layout.experts // layout.domains) ** layout.batch_tokens  # as if all batches were full
+    asked = others * layout.rounds * heap.batches
+    # As if all batches were full.
+    unasked = missed(layout, layout.experts // layout.domains) ** layout.problem.batch_tokens
     puts = asked + asked * (1 - unasked) + far * layout.rounds
     return Bytes(
         near_rows=t.near * layout.sent_sum,
         near_other=WORD * (t.near + near * layout.rounds),
         far_rows=t.crossing * layout.sent_sum,
-        far_other=asked * layout.wanted_bytes + WORD * puts,
+        far_other=asked * heap.wanted_bytes + WORD * puts,
         puts=puts,
     )
 
@@ -296,7 +248,8 @@ def few_bytes(layout: Layout, combine: bool, rows: int = 1) -> Bytes:
     near = t.few_near * near_row * LINE / PAYLOAD
     route = 0.0 if combine else (layout.domain_ranks - 1) * 2 * layout.top_k * layout.tokens * LINE / PAYLOAD
     others = layout.ranks - layout.domain_ranks
-    row = packet_bytes(sent) if combine else layout.few_row_bytes
+    row = PACKET_BYTES * packets(sent) if combine else layout.heap.row_stride
+    route_bytes = PACKET_BYTES * route_packets(layout.problem, layout.tokens)
     routes = 0 if combine else others
     of_rows = t.few_far if rows == 1 else others * bundled_puts(layout, rows)
     puts = of_rows + routes + others  # hellos
@@ -304,7 +257,7 @@ def few_bytes(layout: Layout, combine: bool, rows: int = 1) -> Bytes:
         near_rows=t.few_near * sent,
         near_other=near - t.few_near * sent + route,
         far_rows=t.few_far * sent,
-        far_other=t.few_far * (row - sent) + routes * layout.few_route_bytes(layout.tokens) + WORD * puts,
+        far_other=t.few_far * (row - sent) + routes * route_bytes + WORD * puts,
         puts=puts,
     )
 
@@ -371,7 +324,7 @@ def many_us(gpu: Gpu, wire: Wire | None, layout: Layout, op: str) -> float:
     alone = of_rows(gpu, op, moved.near, passing)
     if wire is None or layout.domains == 1:
         return gpu.constants[op] + alone
-    batch = 1e6 * layout.batch_tokens * sent / wire.rate
+    batch = 1e6 * layout.problem.batch_tokens * sent / wire.rate
     constant = gpu.constants[op] + wire.latency + gpu.flag + batch
     return layout.rounds * constant + max(alone, far_us(wire, moved))
 
@@ -389,7 +342,7 @@ def few_us(gpu: Gpu, layout: Layout, combine: bool, wire: Wire | None = None) ->
 def bundling_us(layout: Layout, wire: Wire) -> float:
     """Return the µs before the first of several rows for a rank can be put, because a block assembles them."""
     rows = min(wire.rows, expected(layout).few_far / (layout.ranks - layout.domain_ranks))
-    return 0.0 if wire.rows == 1 else 1e6 * rows * layout.few_row_bytes / BUNDLING
+    return 0.0 if wire.rows == 1 else 1e6 * rows * layout.heap.row_stride / BUNDLING
 
 
 def far_us(wire: Wire, moved: Bytes) -> float:
