@@ -28,10 +28,11 @@ from cute_kernels.internode.sending import word_of
 from cute_kernels.launch import Kernel, RankArgs
 from cute_kernels.marks import SHIFT
 from ep_ops.bench.figures import text_table
-from ep_ops.bench.link import arch_of, digest, stream_of
+from ep_ops.bench.link import digest, stream_of
 from ep_ops.bench.options import add_options, names_of, numbers, positive, read
 from ep_ops.bench.ranks import Found, Run, on_every_rank
 from ep_ops.bench.timing import Timing
+from ep_ops.commands.compile import arch_of
 from ep_ops.config import consecutive_domains
 from ep_ops.symmetric import SymmetricBuffer, allocate, nvshmem, torch_symm
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.nn.functional import all_to_all_single
 
 from .workloads import Traffic, Workload
 
@@ -32,6 +33,10 @@ class SameBytes:
     def combine(self, i: int) -> None:
         self._exchange(i, self.entering, self.leaving)
 
+    def pair(self, i: int) -> None:
+        self.dispatch(i)
+        self.combine(i)
+
     def _exchange(self, i: int, leaving: list[int], entering: list[int]) -> None:
         sent, received = self.sent[i % 2][: sum(leaving)], self.received[: sum(entering)]
         dist.all_to_all_single(received, sent, entering, leaving)
@@ -47,22 +52,10 @@ class Sent(NamedTuple):
     entering: list[int]
 
 
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, entering: list[int], leaving: list[int]) -> Tensor:
-        ctx.splits = leaving, entering
-        arrived = rows.new_empty(sum(entering), rows.shape[1])
-        dist.all_to_all_single(arrived, rows.contiguous(), entering, leaving)
-        return arrived
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Exchange.apply(grad, *ctx.splits), None, None
-
-
 def exchange(rows: Tensor, entering: list[int], leaving: list[int]) -> Tensor:
     """Return the rows of an all-to-all. Differentiable. `entering`, `leaving`: numbers of rows, by rank."""
-    return _Exchange.apply(rows, entering, leaving)
+    arrived = rows.new_empty(sum(entering), rows.shape[1])
+    return all_to_all_single(arrived, rows.contiguous(), entering, leaving)
 
 
 def eager_dispatch(x: Tensor, topk_idx: Tensor, experts: int, world_size: int) -> tuple[Tensor, Sent]:

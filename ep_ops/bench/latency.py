@@ -145,11 +145,14 @@ class Latency(Run):
         if self.wants("combine_fp8") and steps.workload.hidden % 32 == 0:
             self.add("combine_fp8", self.graph(functools.partial(steps.combine, format=SUMS["combine_fp8"]), many))
         if self.wants("dispatch_nccl", "pair_nccl") and self.world_size > 1:
-            same = self.same_bytes(steps)
+            traffic = measure_traffic(steps.given(0)[1], steps.workload.experts, self.world_size)
+            same = SameBytes(steps.workload, traffic, self.rank, self.device)
             self.add("dispatch_nccl", self.graph(same.dispatch, few))
-            self.add("pair_nccl", self.graph(in_turn(same.dispatch, same.combine), few))
+            self.add("pair_nccl", self.graph(same.pair, few))
         if self.wants("host") and not self.found["host"]:
-            self.found["host"] = self.host(steps)
+            for op in ("dispatch", "combine"):
+                timing = self.timer.host(getattr(steps, op), few)
+                self.found["host"].append({"op": op, **timing.record()})
 
     def pair(self, op: str, steps: Steps, replays: int) -> None:
         """Dispatch and combine in a graph of `--pairs` of them, and whether a replay of it is right."""
@@ -174,17 +177,6 @@ class Latency(Run):
         together = self.graph(call, self.few)
         return together.less(wait.mean), wait
 
-    def same_bytes(self, steps: Steps) -> SameBytes:
-        """Return a transfer of the bytes of the first step by NCCL."""
-        _, topk_idx, _ = steps.given(0)
-        traffic = measure_traffic(topk_idx, steps.workload.experts, self.world_size)
-        return SameBytes(steps.workload, traffic, self.rank, self.device)
-
-    def host(self, steps: Steps) -> list[dict[str, Any]]:
-        """Measure the host time of an eager dispatch and of an eager combine."""
-        calls = {"dispatch": steps.dispatch, "combine": steps.combine}
-        return [{"op": op, **self.timer.host(call, self.few).record()} for op, call in calls.items()]
-
     # ------------------------------------------------------------------ around it
 
     def wants(self, *ops: str) -> bool:
@@ -197,14 +189,6 @@ class Latency(Run):
             result |= {"error": error, "correct": error <= MAX_ERROR}
         self.found["results"].append(result)
         self.say(f"T={result['tokens']} {op}: {result['us']:.1f} µs, p99 {result['us_p99']:.1f}")
-
-
-def in_turn(*calls: Callable[[int], Any]) -> Callable[[int], None]:
-    def all_of_them(i: int) -> None:
-        for call in calls:
-            call(i)
-
-    return all_of_them
 
 
 if __name__ == "__main__":

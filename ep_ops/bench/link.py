@@ -23,8 +23,7 @@ from cute_kernels.heap import SHARED_BYTES
 from cute_kernels.launch import Launched
 from cute_kernels.throughput.ring import Ring, RingShape, init_ring_barriers
 from ep_ops import symmetric
-
-from .timing import Timer, Timing
+from ep_ops.commands.compile import arch_of
 
 BARRIER_BYTES = 1024
 BARRIER_SECONDS = 20.0
@@ -165,11 +164,6 @@ class Barrier(Launched):
                 pass
 
 
-def arch_of(device: torch.device) -> str:
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}a"
-
-
 def stream_of(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index)
 
@@ -215,24 +209,24 @@ class Link:
         """That each rank sends and that it receives."""
         return (self.world_size - 1) * self.rows * self.row_bytes
 
-    def measure(self, timer: Timer, push: bool, blocks: int, iterations: int) -> Timing:
-        """Time of one push or pull with `blocks` blocks."""
-        blocks = min(blocks, self.sms)
-        return timer.whole(lambda i: self._launch(push, blocks), iterations)
+    def copy(self, push: bool, blocks: int, i: int = 0) -> None:
+        """Launch one push or pull."""
+        local = self.local.data_ptr()
+        self.functions[push](self.buffer.table.data_ptr(), local, self.rank, self.rows, blocks, stream_of(self.device))
 
     def verify(self) -> None:
         """Check that random rows arrive at their destinations. Raises RuntimeError on a rank where they do not."""
         for push in (True, False):
             source, target = (self.local, self.buffer.local) if push else (self.buffer.local, self.local)
-            self._fill(source)
+            source.copy_(self._random(self.rank).flatten())
             target.zero_()
             torch.cuda.synchronize(self.device)
             dist.barrier()
-            self._launch(push, self.sms)
+            self.copy(push, self.sms)
             torch.cuda.synchronize(self.device)
             dist.barrier()
             for peer, part in enumerate(target.view(self.world_size, -1)):
-                if peer != self.rank and not torch.equal(part, self._random(peer, self.rank)):
+                if peer != self.rank and not torch.equal(part, self._random(peer)[self.rank]):
                     raise RuntimeError(f"link {'push' if push else 'pull'}: rank {self.rank} got wrong rows of {peer}")
 
     def free(self) -> None:
@@ -241,16 +235,8 @@ class Link:
         self.buffer.free()
         del self.local
 
-    def _launch(self, push: bool, blocks: int) -> None:
-        local = self.local.data_ptr()
-        self.functions[push](self.buffer.table.data_ptr(), local, self.rank, self.rows, blocks, stream_of(self.device))
-
-    def _fill(self, memory: torch.Tensor) -> None:
-        for peer, part in enumerate(memory.view(self.world_size, -1)):
-            part.copy_(self._random(self.rank, peer))
-
-    def _random(self, source: int, destination: int) -> torch.Tensor:
-        """Return the rows of `source` for `destination`; every rank can compute them."""
-        draw = torch.Generator(self.device).manual_seed(source * self.world_size + destination)
-        nbytes = self.rows * self.row_bytes
-        return torch.randint(0, 256, (nbytes,), generator=draw, dtype=torch.uint8, device=self.device)
+    def _random(self, source: int) -> torch.Tensor:
+        """Return the bytes of `source` for each rank, uint8 [world_size, bytes]; every rank can compute them."""
+        draw = torch.Generator(self.device).manual_seed(source)
+        shape = (self.world_size, self.rows * self.row_bytes)
+        return torch.randint(0, 256, shape, generator=draw, dtype=torch.uint8, device=self.device)

@@ -14,7 +14,7 @@ from ep_ops import Communicator, Dispatched, Route, arrivals, formats
 from ep_ops.formats.quantize import powers
 
 from .baselines import eager_combine, eager_dispatch
-from .presets import FORMATS, SUMS
+from .presets import FORMATS, SUMS, TOKEN_MAJOR
 from .timing import leaves
 from .workloads import Traffic, Workload, draw_route, goes_to, holders, measure_traffic
 
@@ -51,6 +51,8 @@ class Calls:
         self.capacity = max(traffic.capacity for traffic in traffics)
         copies = max(sum(column) for traffic in traffics for column in zip(*traffic.rows, strict=True))
         self.room = copies + (2 if copies + 1 == self.capacity else 1)  # token-major rows; no two sizes are the same
+        self.by_expert: dict[str, Any] = {"capacity": self.capacity, "max_tokens": tokens}
+        self.by_token: dict[str, Any] = {"layout": "token_major", "capacity": self.room, "max_tokens": tokens}
         draw = torch.Generator(device).manual_seed(1 + comm.rank)
 
         def rows(count: int) -> Tensor:
@@ -62,12 +64,12 @@ class Calls:
             x, grad_out = rows(tokens), rows(tokens)
             weights = torch.rand(topk_idx.shape, generator=draw, device=device) + 0.1
             weights /= weights.sum(1, keepdim=True)
-            got = comm.dispatch(x, topk_idx, weights, capacity=self.capacity, max_tokens=tokens)
+            got = comm.dispatch(x, topk_idx, weights, **self.by_expert)
             assert got.weights is not None
             y = rows(self.capacity)
-            by_token = self._by_token(x, topk_idx, weights)
-            self.sets.append(Inputs(x, topk_idx, weights, grad_out, y, got.route, got.weights, by_token.route))
-            del got, by_token
+            tokens_route = comm.dispatch(x, topk_idx, weights, **self.by_token).route
+            self.sets.append(Inputs(x, topk_idx, weights, grad_out, y, got.route, got.weights, tokens_route))
+            del got
         self.token_rows = rows(self.room)
         self.near_rows = comm.empty_rows(self.room).copy_(self.token_rows) if comm.config.symmetric_rows else None
 
@@ -76,55 +78,32 @@ class Calls:
 
     # ------------------------------------------------------------------ operators
 
-    def dispatch(self, i: int) -> tuple[Tensor | None, ...]:
-        """Dispatch, and return the tensors except the given expert ids. Padding is zeroed, as with gradients
-        enabled."""
-        s, tokens = self._set(i), self.workload.tokens
-        got = self.comm.dispatch(s.x, s.topk_idx, s.topk_weights, capacity=self.capacity, max_tokens=tokens, zeros=True)
-        return got.x, got.weights, *got.route.tensors[1:], got.dropped
-
-    def dispatch_planned(self, i: int) -> tuple[Tensor, Tensor | None]:
-        s = self._set(i)
-        got = self.comm.dispatch_planned(s.x, s.route, s.topk_weights, zeros=True)
-        return got.x, got.weights
-
     def call(self, op: str) -> Callable[[int], Any]:
-        """Return the method that is timed as `op`."""
-        return functools.partial(self._in_format, op) if op in FORMATS else getattr(self, op)
+        """Return what is timed as `op`: a combine whose sums are quantized, the method of that name, or else a
+        dispatch."""
+        if op in SUMS:
+            return functools.partial(getattr(self, op.removesuffix("_fp8")), format=SUMS[op])
+        return getattr(self, op, None) or functools.partial(self._new_tensors, op)
 
-    def _in_format(self, op: str, i: int) -> tuple[Tensor | None, ...]:
-        """Dispatch unquantized x in a format; the cast is part of the call."""
-        got = self._formatted(op, i)
-        new = () if op.endswith("planned") else (*got.route.tensors[1:], got.dropped)
-        return got.x.view(torch.uint8), got.scales, got.weights, *new
-
-    def _formatted(self, op: str, i: int) -> Dispatched:
-        s, (name, scales_as) = self._set(i), FORMATS[op]
-        how: dict[str, Any] = {"format": name, "scales_as": scales_as, "zeros": True}
+    def _dispatched(self, op: str, i: int) -> Dispatched:
+        """Dispatch x, in a format if `op` is one of FORMATS; the cast is part of the call. Padding is zeroed, as with
+        gradients enabled."""
+        s, by_token = self._set(i), op in TOKEN_MAJOR
+        how: dict[str, Any] = {} if by_token else {"zeros": True}
+        if op in FORMATS:
+            how["format"], how["scales_as"] = FORMATS[op]
         if op.endswith("planned"):
-            return self.comm.dispatch_planned(s.x, s.route, s.topk_weights, **how)
-        size: dict[str, Any] = {"capacity": self.capacity, "max_tokens": self.workload.tokens}
-        return self.comm.dispatch(s.x, s.topk_idx, s.topk_weights, **size, **how)
+            return self.comm.dispatch_planned(s.x, s.tokens_route if by_token else s.route, s.topk_weights, **how)
+        how |= self.by_token if by_token else self.by_expert
+        return self.comm.dispatch(s.x, s.topk_idx, s.topk_weights, **how)
 
-    def _by_token(self, x: Tensor, topk_idx: Tensor, weights: Tensor) -> Dispatched:
-        size: dict[str, Any] = {"capacity": self.room, "max_tokens": self.workload.tokens}
-        return self.comm.dispatch(x, topk_idx, weights, layout="token_major", **size)
+    def _new_tensors(self, op: str, i: int) -> tuple[Tensor | None, ...]:
+        """Dispatch, and return the tensors except those of a given route and the given expert ids."""
+        got = self._dispatched(op, i)
+        new = () if op.endswith("planned") else (got.local_idx, *got.route.tensors[1:], got.dropped)
+        return got.x.view(torch.uint8) if op in FORMATS else got.x, got.scales, got.weights, *new
 
-    def dispatch_token_major(self, i: int) -> tuple[Tensor | None, ...]:
-        s = self._set(i)
-        got = self._by_token(s.x, s.topk_idx, s.topk_weights)
-        return got.x, got.local_idx, got.weights, *got.route.tensors[1:], got.dropped
-
-    def dispatch_token_major_planned(self, i: int) -> tuple[Tensor | None, ...]:
-        s = self._set(i)
-        got = self.comm.dispatch_planned(s.x, s.tokens_route, s.topk_weights)
-        return got.x, got.weights
-
-    def combine_token_major(self, i: int) -> Tensor:
-        return self.comm.combine(self.token_rows, self._set(i).tokens_route)
-
-    def combine_token_major_fp8(self, i: int) -> Tensor:
-        format = SUMS["combine_token_major_fp8"]
+    def combine_token_major(self, i: int, format: str = "") -> Tensor:
         return self.comm.combine(self.token_rows, self._set(i).tokens_route, format=format)
 
     def combine_gathered(self, i: int) -> Tensor:
@@ -132,13 +111,9 @@ class Calls:
         assert self.near_rows is not None
         return self.comm.combine_gathered(self.near_rows, self._set(i).tokens_route)
 
-    def combine(self, i: int) -> Tensor:
+    def combine(self, i: int, format: str = "") -> Tensor:
         s = self._set(i)
-        return self.comm.combine(s.y, s.route, s.recv_weights)
-
-    def combine_fp8(self, i: int) -> Tensor:
-        s = self._set(i)
-        return self.comm.combine(s.y, s.route, s.recv_weights, format=SUMS["combine_fp8"])
+        return self.comm.combine(s.y, s.route, s.recv_weights, format=format)
 
     def combine_unweighted(self, i: int) -> Tensor:
         s = self._set(i)
@@ -162,10 +137,10 @@ class Calls:
 
     def compiled(self) -> tuple[Callable[[int], Tensor], Callable[[int], tuple[Tensor, ...]]]:
         """Dispatch and combine as one compiled graph: forward, and forward + backward."""
-        comm, capacity, tokens = self.comm, self.capacity, self.workload.tokens
+        comm, sizes = self.comm, self.by_expert
 
         def there_and_back(x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-            got = comm.dispatch(x, topk_idx, topk_weights, capacity=capacity, max_tokens=tokens)
+            got = comm.dispatch(x, topk_idx, topk_weights, **sizes)
             return comm.combine(got.x, got.route, got.weights)
 
         run = torch.compile(there_and_back, fullgraph=True, dynamic=False)
@@ -213,11 +188,9 @@ class Calls:
         A token that is dispatched and combined returns unchanged, or multiplied by top-k if unweighted. The backward
         operators compute the same as a combine and a dispatch along the same route.
         """
-        s, tokens, comm = self.sets[0], self.workload.tokens, self.comm
+        s, comm = self.sets[0], self.comm
         weight_sum = s.topk_weights.sum(1, keepdim=True)
-        got = comm.dispatch(s.x, s.topk_idx, s.topk_weights, capacity=self.capacity, max_tokens=tokens)
-        planned = comm.dispatch_planned(s.x, s.route, s.topk_weights)
-        back = torch.ops.ep.dispatch_backward(s.y, s.recv_weights, *s.route.tensors, *s.route.ints, comm.name)[0]
+        got, planned = (self._dispatched(op, 0) for op in ("dispatch", "dispatch_planned"))
         grad_y, _ = self.combine_backward(0)
         grad_rows = comm.dispatch_planned(s.grad_out, s.route).x
         held = s.route.recv_from >= 0
@@ -227,15 +200,14 @@ class Calls:
             "dispatch_planned": (comm.combine(planned.x, s.route, planned.weights), s.x * weight_sum),
             "combine_unweighted": (comm.combine(got.x, got.route), s.x * self.workload.top_k),
             "combine_residual": (with_residual, s.x * weight_sum + s.grad_out),
-            "dispatch_backward": (back, comm.combine(s.y, s.route)),
+            "dispatch_backward": (self.dispatch_backward(0)[0], comm.combine(s.y, s.route)),
             "combine_backward": (grad_y[held], grad_rows[held] * s.recv_weights[held, None]),
         }
         found["combine"] = found["dispatch"]
-        by_token = self._by_token(s.x, s.topk_idx, s.topk_weights)
+        by_token, again = (self._dispatched(op, 0) for op in TOKEN_MAJOR[:2])
         reached = goes_to(s.topk_idx, self.workload.experts, comm.world_size).sum(0)[:, None]
         found["dispatch_token_major"] = comm.combine(by_token.x, by_token.route), s.x * reached
-        again = comm.dispatch_planned(s.x, s.tokens_route, s.topk_weights).x
-        found["dispatch_token_major_planned"] = comm.combine(again, s.tokens_route), s.x * reached
+        found["dispatch_token_major_planned"] = comm.combine(again.x, s.tokens_route), s.x * reached
         found["combine_token_major"] = found["dispatch_token_major"]
         if self.near_rows is not None:
             gathered = comm.combine_gathered(self.near_rows.copy_(by_token.x), by_token.route)
@@ -248,7 +220,7 @@ class Calls:
             out = comm.combine(by_token.x, by_token.route, format=format)
             found["combine_token_major_fp8"] = out, self._sums(s, None, format)
         for op in FORMATS:
-            form, sent = formats.format_of(FORMATS[op][0]), self._formatted(op, 0)
+            form, sent = formats.format_of(FORMATS[op][0]), self._dispatched(op, 0)
             if sent.scales is None or self.workload.hidden % form.multiple:
                 continue
             scales = sent.scales.contiguous()

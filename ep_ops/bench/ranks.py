@@ -111,9 +111,7 @@ class Run(contextlib.AbstractContextManager[Any]):
         if self.world_size == 1 or comms[0].backend.name != "cute" or jit.cache_dir() is None:
             return
         from ep_ops.backends.cute.backend import all_kernels
-        from ep_ops.commands.compile import compile_all
-
-        from .link import arch_of
+        from ep_ops.commands.compile import arch_of, compile_all
 
         wanted = dict.fromkeys(kernel for comm in comms for kernel in all_kernels(comm.config, formats))
         if self.device.index == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable
@@ -60,7 +61,8 @@ class Session(Run):
         link.verify()
         for push in (True, False):
             for blocks in sorted({min(n, link.sms) for n in sms}):
-                timing = link.measure(self.timer, push, blocks, max(5, self.args.iterations // 2))
+                copy = functools.partial(link.copy, push, blocks)
+                timing = self.timer.whole(copy, max(5, self.args.iterations // 2))
                 entry = {
                     "direction": "push" if push else "pull",
                     "row_bytes": row_bytes,
@@ -91,7 +93,7 @@ class Session(Run):
                 if op in case.measure:
                     self.operator(case, calls, op, calls.call(op))
             if "host" in case.measure:
-                self.add(case, calls, "host_dispatch", self.timer.host(calls.dispatch, iterations), crossings=0)
+                self.add(case, calls, "host_dispatch", self.timer.host(calls.call("dispatch"), iterations), crossings=0)
             if "nccl" in case.measure and self.world_size > 1:
                 same = SameBytes(case.workload, calls.traffic, self.rank, self.device)
                 for direction in ("dispatch", "combine"):
@@ -201,15 +203,10 @@ def budget(comm: Communicator, case: Case) -> contextlib.AbstractContextManager[
     return comm.sm_budget(dispatch=dispatch, combine=combine)
 
 
-def sums_format(op: str) -> str:
-    """Return the format of the kernels in which an operation of `SUMS` sends sums."""
-    return SUMS[op].removeprefix("wire:")
-
-
 def traveling_bytes(op: str, workload: Workload) -> int:
     """Return the size in bytes of a row that is sent."""
     if op in SUMS:
-        form = Form(sums_format(op), workload.hidden)
+        form = Form(SUMS[op].removeprefix("wire:"), workload.hidden)
         return workload.hidden + form.scales
     return Form(FORMATS[op][0], workload.hidden).staged_bytes if op in FORMATS else workload.row_bytes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 import torch.distributed as dist
@@ -131,12 +132,9 @@ def measure_traffic(topk_idx: Tensor, experts: int, world_size: int) -> Traffic:
 def expected_traffic(workload: Workload, world_size: int) -> Traffic:
     """Return the average traffic of balanced routing, for plans and estimates, without drawing anything."""
     held = default_experts(workload.experts, world_size)
-    rows = []
-    for here in held:
-        missed = 1.0
-        for i in range(workload.top_k):
-            missed *= max(0, workload.experts - here - i) / (workload.experts - i)
-        rows.append(round(workload.tokens * (1 - missed)))
+    choices = math.comb(workload.experts, workload.top_k)
+    missed = [math.comb(workload.experts - here, workload.top_k) / choices for here in held]
+    rows = tuple(round(workload.tokens * (1 - share)) for share in missed)
     each = world_size * workload.tokens * workload.top_k
     capacity = worst_case_rows(world_size, workload.tokens, workload.top_k, max(held), ALIGNMENT)
-    return Traffic((tuple(rows),) * world_size, tuple(each * here // workload.experts for here in held), capacity)
+    return Traffic((rows,) * world_size, tuple(each * here // workload.experts for here in held), capacity)

@@ -111,7 +111,10 @@ def compile_all(wanted: Sequence[Any], arch: str) -> None:
 
 def arch_here() -> str | None:
     """Return the architecture of this host's first GPU, or None."""
-    if not torch.cuda.is_available():
-        return None
-    major, minor = torch.cuda.get_device_capability(0)
+    return arch_of(torch.device("cuda", 0)) if torch.cuda.is_available() else None
+
+
+def arch_of(device: torch.device) -> str:
+    """Return the architecture of a GPU, such as sm_90a."""
+    major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}a"
