@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ep_ops.bench.figures import pyplot
+from ep_ops.bench.figures import log_ticks, pyplot
 
 RESULTS = Path(__file__).resolve().parent / "results"
 EARLIER = "ep_ops of 2026-11-24"
@@ -102,11 +102,8 @@ def draw(chart: Chart, path: Path) -> None:
             title=f"decode, {kind}" if len(axes) == 1 else f"decode,\n{kind}",
             xlabel="tokens a rank",
             ylabel="µs, dispatch + combine",
-            xscale="log",
         )
-        axis.set_xticks(chart["tokens"])
-        axis.xaxis.set_major_formatter("{x:.0f}")
-        axis.xaxis.minorticks_off()
+        log_ticks(axis, chart["tokens"])
         axis.set_ylim(bottom=0)
     upper.suptitle(chart["title"])
     lower.legend(*bars.get_legend_handles_labels(), loc="outside lower center", ncol=len(names), frameon=False)

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ep_ops.bench import latency_report
-from ep_ops.bench.figures import machine_line, markdown_table, pyplot, save
+from ep_ops.bench.figures import log_ticks, machine_line, markdown_table, pyplot, save, title
 from ep_ops.bench.ranks import Found
 from ep_ops.bench.report import BUDGETS, COLUMNS, NAMES, best_link, cells, complete, link_lines, taken
+from ep_ops.bench.workloads import ROUTINGS
 
 SWEPT = ("dispatch", "dispatch_planned", "combine", "combine_unweighted", "combine_gathered", "combine_pushed")
 """Operators that sweeps are plotted of."""
+AXES = {"given_sms": "SMs", "tokens": "tokens", "hidden": "hidden size", "top_k": "top-k"}
 
 
 def summary(run: Found) -> dict[str, Any]:
@@ -104,31 +106,30 @@ def plot(run: Found, stem: Path) -> list[Path]:
     figures: dict[str, Any] = {}
 
     sizes = {key: centre[key] for key in ("hidden", "top_k")}
-    routings = [r for r in ("balanced", "skewed") if varied(defaults, "tokens", routing=r, **sizes)]
-    if routings:
-        figures["tokens"] = _over_tokens({r: varied(defaults, "tokens", routing=r, **sizes) for r in routings})
+    by_routing = {routing: varied(defaults, "tokens", routing=routing, **sizes) for routing in ROUTINGS}
+    by_routing = {routing: lines for routing, lines in by_routing.items() if lines}
+    if by_routing:
+        figures["tokens"] = _over_tokens(by_routing)
 
     budgets = varied([r for r in swept if r["given_sms"]], "given_sms", routing="balanced", **centre)
     if budgets and best_link(run):
         figures["sms"] = _over_sms(run, budgets)
 
-    shapes = [(key, label) for key, label in (("hidden", "hidden size"), ("top_k", "top-k"))]
     found = [
-        (label, varied(defaults, key, routing="balanced", **{k: v for k, v in centre.items() if k != key}))
-        for key, label in shapes
+        (AXES[key], varied(defaults, key, routing="balanced", **{k: v for k, v in centre.items() if k != key}))
+        for key in ("hidden", "top_k")
     ]
     found = [(label, lines) for label, lines in found if lines and best_link(run)]
     if found:
         figures["shapes"] = _over_shapes(found)
-    return [save(figure, run, swept[0]["dtype"], stem, name) for name, figure in figures.items()]
+    heading = title(run, swept[0]["dtype"])
+    return [save(figure, stem.with_name(f"{stem.name}-{name}.svg"), heading) for name, figure in figures.items()]
 
 
 def over_tokens(axis: Any, tokens: Sequence[int]) -> None:
     """Make both axes logarithmic, and label the measured sizes."""
-    axis.set(xscale="log", yscale="log", xlabel="tokens a rank")
-    axis.set_xticks(tokens)
-    axis.xaxis.set_major_formatter("{x:.0f}")
-    axis.xaxis.minorticks_off()
+    axis.set(yscale="log", xlabel="tokens a rank")
+    log_ticks(axis, tokens)
 
 
 def _over_tokens(by_routing: dict[str, Any]) -> Any:
@@ -188,13 +189,12 @@ def latency_plot(run: Found, stem: Path) -> list[Path]:
         for (op, deal), points in latency_report.lines_of(run).items()
         if not deal and len(points) > 1
     }
-    panels = {title: {op: c for op, c in ops.items() if op in lines} for title, ops in PANELS.items()}
-    panels = {title: ops for title, ops in panels.items() if ops}
+    panels = {panel: {op: c for op, c in ops.items() if op in lines} for panel, ops in PANELS.items()}
+    panels = {panel: ops for panel, ops in panels.items() if ops}
     if not panels:
         return []
-    plt = pyplot()
-    figure, axes = plt.subplots(1, len(panels), figsize=(6.2 * len(panels), 5), sharey=True, squeeze=False)
-    for axis, (title, ops) in zip(axes[0], panels.items(), strict=True):
+    figure, axes = pyplot().subplots(1, len(panels), figsize=(6.2 * len(panels), 5), sharey=True, squeeze=False)
+    for axis, (panel, ops) in zip(axes[0], panels.items(), strict=True):
         for op, color in ops.items():
             tokens = [t for t, _ in lines[op]]
             mean, p99 = ([result[key] for _, result in lines[op]] for key in ("us", "us_p99"))
@@ -203,14 +203,10 @@ def latency_plot(run: Found, stem: Path) -> list[Path]:
         over_tokens(axis, [t for t, _ in lines[next(iter(ops))]])
         if flag := run.get("flag"):
             axis.axhline(flag["us"], color="k", linestyle="--", linewidth=1, label="round trip of a bare flag")
-        axis.set_title(title)
+        axis.set_title(panel)
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=2, fontsize=8)
     axes[0][0].set_ylabel("µs, mean and 99th percentile")
-    return [save(figure, run, run["dtype"], stem, "tokens")]
-
-
-AXES = {"given_sms": "SMs", "tokens": "tokens", "hidden": "hidden size", "top_k": "top-k"}
-ROUTINGS = ("balanced", "skewed")
+    return [save(figure, stem.with_name(f"{stem.name}-tokens.svg"), title(run, run["dtype"]))]
 
 
 def sweep(run: Found, axis: str, routing: str) -> dict[str, list[tuple[int, Found]]]:
@@ -235,28 +231,24 @@ def sweep_lines(run: Found) -> Iterator[str]:
 def ratio_plot(runs: Sequence[Found], path: Path) -> None:
     """Plot the ratio to the link over tokens for runs with different numbers of ranks. A horizontal line means that
     time is proportional to bytes."""
-    plt = pyplot()
     shape = (len(ROUTINGS), len(runs))
-    figure, axes = plt.subplots(*shape, figsize=(5.5 * shape[1], 4 * shape[0]), sharex=True, sharey=True, squeeze=False)
+    figure, axes = pyplot().subplots(
+        *shape, figsize=(5.5 * shape[1], 4 * shape[0]), sharex=True, sharey=True, squeeze=False
+    )
     for row, routing in zip(axes, ROUTINGS, strict=True):
         for axis, run in zip(row, runs, strict=True):
-            axis.set(xscale="log", ylim=(0, 1.05), title=f"{run['world_size']} ranks, {routing} routing")
+            axis.set(ylim=(0, 1.05), title=f"{run['world_size']} ranks, {routing} routing")
             for op, points in sweep(run, "tokens", routing).items():
                 if op in COLOURS:
                     xs, ys = [x for x, _ in points], [r["ratio"] for _, r in points]
                     axis.plot(xs, ys, "o-", color=COLOURS[op], label=NAMES[op], markersize=4)
-                    axis.set_xticks(xs)
-            axis.xaxis.set_major_formatter("{x:.0f}")
-            axis.xaxis.minorticks_off()
+                    log_ticks(axis, xs)
             axis.tick_params(labelbottom=True)
         row[0].set_ylabel("ratio to the link's best speed")
     for axis in axes[-1]:
         axis.set_xlabel("tokens a rank")
     axes[0][0].legend(loc="lower right")
-    figure.suptitle(runs[0]["machine"]["device"])
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    save(figure, path, runs[0]["machine"]["device"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

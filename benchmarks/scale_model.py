@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ep_ops.bench.figures import markdown_table, pyplot, text_table
+from ep_ops.bench.figures import log_ticks, markdown_table, pyplot, save, text_table
 from ep_ops.bench.model import EFA, GIB, INFINIBAND, Found, assumptions, model, prediction_rows, where
 from ep_ops.bench.model_formulas import (
     MEMORY,
@@ -174,10 +174,6 @@ def of_recorded(gpu: Gpu, result: dict[str, Any], ranks: int) -> float:
     return of_rows(gpu, result["op"], near, passing * row)
 
 
-def recorded_us(gpu: Gpu, result: dict[str, Any], ranks: int) -> float:
-    return gpu.constants[result["op"]] + of_recorded(gpu, result, ranks)
-
-
 def measured_errors(gpu: Gpu, many_runs: Sequence[dict[str, Any]], few: dict[str, Any]) -> list[dict[str, Any]]:
     """Return each recorded result of an operation of the model with default budgets, and the model's prediction;
     throughput operations use the recorded rows. `used`: the constant comes from this result."""
@@ -186,9 +182,8 @@ def measured_errors(gpu: Gpu, many_runs: Sequence[dict[str, Any]], few: dict[str
         for result in run["results"]:
             if result["op"] in MANY and result["given_sms"] is None and "graph_us" in result:
                 what = {key: result[key] for key in ("op", "tokens", "hidden", "top_k", "routing")}
-                used = run is many_runs[0] and result["tokens"] >= 512 and result["hidden"] == 7168
-                used = used and result["top_k"] == 8 and result["routing"] == "balanced"
-                us = recorded_us(gpu, result, run["world_size"])
+                used = run is many_runs[0] and result["tokens"] >= 512 and is_centre(result)
+                us = gpu.constants[result["op"]] + of_recorded(gpu, result, run["world_size"])
                 found.append(what | {"ranks": run["world_size"], "us": result["graph_us"], "model": us, "used": used})
     timed = [
         (result["op"], few["world_size"], result["tokens"], result["us"])
@@ -328,10 +323,8 @@ def plot(found: Found, path: Path) -> Path:
             xs, ys = [m["ranks"] for m in measured], [m["us"] for m in measured]
             axis.plot(xs, ys, "*", color="#f39c12", ms=11, label="measured")
         ranks = sorted({p["ranks"] for p in found["predictions"]})
-        axis.set(xscale="log", yscale="log", xlabel="ranks", ylabel="µs", title=f"{title}: {tokens} a rank")
-        axis.set_xticks([n for n in ranks if n & (n - 1) == 0])
-        axis.xaxis.set_major_formatter("{x:.0f}")
-        axis.xaxis.minorticks_off()
+        axis.set(yscale="log", xlabel="ranks", ylabel="µs", title=f"{title}: {tokens} a rank")
+        log_ticks(axis, [n for n in ranks if n & (n - 1) == 0])
     axes[0][0].legend(fontsize=8)
     gone = axes[0][2].get_gridspec()
     for axis in axes[:, 2]:
@@ -340,10 +333,7 @@ def plot(found: Found, path: Path) -> Path:
     side.axis("off")
     said = "\n\n".join(textwrap.fill(line, 46) for line in ("Assumptions:", *assumptions(found)))
     side.text(0, 1, said, va="top", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
-    return path
+    return save(figure, path)
 
 
 def by_line(found: Found) -> dict[tuple[str | None, int], list[Found]]:

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from ep_ops import Communicator
-from ep_ops.bench.figures import pyplot
+from ep_ops.bench.figures import pyplot, save
 from ep_ops.bench.options import a_file, add_options, names_of, read
 from ep_ops.bench.ranks import Found, Run, on_every_rank
 from ep_ops.bench.workloads import Workload
 from ep_ops.commands.arguments import multiple_of, positive
-from ep_ops.commands.demo import LENGTH, VOCABULARY, Language, Model, gradients
+from ep_ops.commands.demo import LENGTH, VOCABULARY, Language, Model, training
 from ep_ops.formats import COMBINE_FORMATS
 from ep_ops.nn import MoELayer
 
@@ -87,18 +87,11 @@ def train(run: Run, comm: Communicator, name: str) -> Found:
     torch.manual_seed(0)  # the same on every rank
     moe = MoELayer(comm, args.hidden, format=name, combine_format=args.combine_format if name else "")
     model = Model(args.hidden, moe, torch.bfloat16).to(device)
-    experts = list(model.moe.experts.parameters())  # type: ignore[union-attr]
-    shared = [p for name, p in model.named_parameters() if not name.startswith("moe.experts.")]
     error = output_error(run, comm, model)
-    rate = 0.64 / args.hidden
-    optimizer = torch.optim.AdamW([{"params": shared}, {"params": experts}], lr=rate, weight_decay=0.0)
     language = Language(comm.rank, args.sequences, device)
-    losses = []
-    for step in range(args.steps):
-        losses.append(round(gradients(model, batch(language), shared), 4))
-        for group in optimizer.param_groups:
-            group["lr"] = rate * (1 - step / args.steps)
-        optimizer.step()
+    losses: list[float] = []
+    for step, (_, loss) in enumerate(training(model, lambda: batch(language), args.steps)):
+        losses.append(round(loss, 4))
         run.done += 1
         if step % 50 == 0 or step + 1 == args.steps:
             run.say(f"{name or 'bf16'}: step {step + 1}, loss {losses[-1]:.3f}")
@@ -144,16 +137,12 @@ def table(run: Found) -> list[str]:
 
 
 def plot(run: Found, path: Path) -> None:
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(7, 4.5))
+    figure, axis = pyplot().subplots(figsize=(7, 4.5))
     for result in run["results"]:
         axis.plot(range(1, run["steps"] + 1), result["losses"], label=result["format"] or "bf16", linewidth=1)
     axis.set(xlabel="step", ylabel="loss, nats a token", yscale="log")
     axis.legend()
-    figure.suptitle(f"{run['world_size']} x {run['machine']['device']}, backend {run['machine']['backend']}")
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    save(figure, path, f"{run['world_size']} x {run['machine']['device']}, backend {run['machine']['backend']}")
 
 
 if __name__ == "__main__":

@@ -38,11 +38,23 @@ def pyplot() -> Any:
     return plt
 
 
-def save(figure: Any, run: dict[str, Any], dtype: str, stem: Path, name: str) -> Path:
-    """Save a figure as `stem`-`name`.svg with the machine as its title."""
-    figure.suptitle(f"{run['world_size']} x {run['machine']['device']}, {dtype}")
+def log_ticks(axis: Any, values: Sequence[int]) -> None:
+    """Make the x axis logarithmic, and label these values."""
+    axis.set_xscale("log")
+    axis.set_xticks(values)
+    axis.xaxis.set_major_formatter("{x:.0f}")
+    axis.xaxis.minorticks_off()
+
+
+def title(run: dict[str, Any], dtype: str) -> str:
+    return f"{run['world_size']} x {run['machine']['device']}, {dtype}"
+
+
+def save(figure: Any, path: Path, title: str = "") -> Path:
+    """Save a figure as an SVG file, and return its path."""
+    if title:
+        figure.suptitle(title)
     figure.tight_layout()
-    path = stem.with_name(f"{stem.name}-{name}.svg")
     figure.savefig(path, metadata={"Date": None})
     pyplot().close(figure)
     return path

@@ -25,6 +25,9 @@ from .report import complete, table
 from .timing import CHAIN, Timing
 from .workloads import ALIGNMENT, Workload, expected_traffic
 
+CROSSINGS = {"host_dispatch": 0, "pair_forward": 2, "pair_forward_backward": 4}
+"""How often the bytes of a dispatch cross in a call, where that is not once."""
+
 
 class Session(Run):
     """Measures what a preset names."""
@@ -93,23 +96,22 @@ class Session(Run):
                 if op in case.measure:
                     self.operator(case, calls, op, calls.call(op))
             if "host" in case.measure:
-                self.add(case, calls, "host_dispatch", self.timer.host(calls.call("dispatch"), iterations), crossings=0)
+                self.add(case, calls, "host_dispatch", self.timer.host(calls.call("dispatch"), iterations))
             if "nccl" in case.measure and self.world_size > 1:
                 same = SameBytes(case.workload, calls.traffic, self.rank, self.device)
                 for direction in ("dispatch", "combine"):
                     call = getattr(same, direction)
                     timing, steady = self.timer.whole(call, iterations), self.timer.steady(call, iterations)
-                    self.add(case, calls, f"nccl_{direction}", timing, steady, rows=calls.traffic.crossing)
+                    self.add(case, calls, f"nccl_{direction}", timing, steady)
                 del same
             if "eager" in case.measure and self.world_size > 1 and case.workload.experts % self.world_size == 0:
                 for op, call in zip(("eager_dispatch", "eager_combine"), calls.eager(), strict=True):
                     self.add(case, calls, op, self.timer.whole(call, max(1, iterations // 2)))
         if "pair" in case.measure:
-            forward, forward_backward = calls.compiled()
-            self.operator(case, calls, "pair_forward", forward, crossings=2)
-            self.operator(case, calls, "pair_forward_backward", forward_backward, crossings=4)
+            for op, call in zip(("pair_forward", "pair_forward_backward"), calls.compiled(), strict=True):
+                self.operator(case, calls, op, call)
 
-    def operator(self, case: Case, calls: Calls, op: str, call: Callable[[int], Any], crossings: int = 1) -> None:
+    def operator(self, case: Case, calls: Calls, op: str, call: Callable[[int], Any]) -> None:
         """Time calls one by one, back to back, and from a graph where the device and the backend have them."""
         iterations = self.args.iterations
         timing, steady = self.timer.whole(call, iterations), self.timer.steady(call, iterations)
@@ -118,7 +120,7 @@ class Session(Run):
             graph, left = self.timer.graph(call, iterations)
             differs = not calls.same(CHAIN - 1, left, call(CHAIN - 1))
             same = self.worst({op: float(differs)})[op] == 0
-        self.add(case, calls, op, timing, steady, graph, crossings=crossings, same=same)
+        self.add(case, calls, op, timing, steady, graph, same)
 
     def add(
         self,
@@ -128,15 +130,11 @@ class Session(Run):
         timing: Timing,
         steady: Timing | None = None,
         graph: Timing | None = None,
-        *,
-        crossings: int = 1,
-        rows: float | None = None,
         same: bool | None = None,
     ) -> None:
-        """Record timings. `crossings`: how often the bytes of a dispatch cross in a call. `same`:
-        whether a graph's replay returned what an eager call does."""
+        """Record timings. `same`: whether a graph's replay returned what an eager call does."""
         workload = case.workload
-        rows = calls.crossing if rows is None else rows
+        rows = calls.traffic.crossing if op.startswith("nccl") else calls.crossing
         dispatch_sms, combine_sms = budgets(calls.comm, op)
         result = {
             "op": op,
@@ -145,7 +143,7 @@ class Session(Run):
             "given_sms": case.dispatch_sms,
             "dispatch_sms": dispatch_sms,
             "combine_sms": combine_sms,
-            "nvlink_bytes": crossings * rows * traveling_bytes(op, workload),
+            "nvlink_bytes": CROSSINGS.get(op, 1) * rows * traveling_bytes(op, workload),
             "rows_expanded": list(calls.traffic.expanded),
             **timing.record(),
         }

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .figures import pyplot, save
+from .figures import pyplot, save, title
 
 FILLERS = 16
 NAME = 100  # characters of a kernel's name that are kept
@@ -73,4 +73,4 @@ def picture(run: dict[str, Any], dtype: str, timelines: dict[str, list[Any]], pa
             axis.broken_barh(bars, (place - 0.4, 0.8), facecolors=color)
         axis.set(yticks=range(len(LANES)), yticklabels=list(LANES), title=name)
     axes[-1, 0].set_xlabel("ms")
-    return save(figure, run, dtype, path.with_suffix(""), "timeline")
+    return save(figure, path.with_name(f"{path.stem}-timeline.svg"), title(run, dtype))

@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -118,6 +119,24 @@ def gradients(model: nn.Module, batch: tuple[Tensor, Tensor], shared: list[nn.Pa
     return total.item()
 
 
+def training(
+    model: Model, draw: Callable[[], tuple[Tensor, Tensor]], steps: int
+) -> Iterator[tuple[tuple[Tensor, Tensor], float]]:
+    """Train by AdamW with a learning rate that falls to 0. Yields each batch that `draw` returns and the loss of all
+    ranks before its step, while the gradients are in ``model``."""
+    experts = list(model.moe.experts.parameters())  # type: ignore[union-attr]
+    shared = [p for name, p in model.named_parameters() if not name.startswith("moe.experts.")]
+    rate = 0.64 / model.qkv.in_features
+    # The experts are DTensors, in a group of their own, because an optimizer's group takes one kind.
+    optimizer = torch.optim.AdamW([{"params": shared}, {"params": experts}], lr=rate, weight_decay=0.0)
+    for step in range(steps):
+        batch = draw()
+        yield batch, gradients(model, batch, shared)
+        for group in optimizer.param_groups:
+            group["lr"] = rate * (1 - step / steps)
+        optimizer.step()
+
+
 class Mismatch(RuntimeError):
     """The expert-parallel model differs from the dense one or does not learn."""
 
@@ -172,21 +191,12 @@ def train(rank: int, port: int, world_size: int, options: Options) -> None:
             dense.load_state_dict(without_moe(model), strict=False)
             if compiler is not None:
                 model.compile(backend=compiler, fullgraph=True)
-            experts = list(moe.experts.parameters())  # DTensors, in a group of their own: optimizers take one kind
-            shared = [p for name, p in model.named_parameters() if not name.startswith("moe.experts.")]
-            rate = 0.64 / options.hidden_size
-            optimizer = torch.optim.AdamW([{"params": shared}, {"params": experts}], lr=rate, weight_decay=0.0)
             language = Language(rank, options.sequences, device)
             first = loss = math.nan
-            for step in range(options.steps):
-                batch = language.batch()
-                loss = gradients(model, batch, shared)
+            for step, (batch, loss) in enumerate(training(model, language.batch, options.steps)):
                 if step == 0:
                     first = loss
                     report.checked(check(model, loss, dense, batch, options.tolerance))
-                for group in optimizer.param_groups:
-                    group["lr"] = rate * (1 - step / options.steps)
-                optimizer.step()
                 report.step(step + 1, loss)
             comm.check_errors()
             report.end(first, loss)
