@@ -29,7 +29,6 @@ REPLAYS = 24
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=positive, default=4096, help="of each rank (default: %(default)s)")
     add_sizes(parser)
     parser.add_argument("--heaps", type=positive, default=3, help="communicators (default: %(default)s)")
     parser.add_argument("--inputs", type=positive, default=3, help="addresses of y (default: %(default)s)")

@@ -110,35 +110,28 @@ class Case:
             return gemm(self.h.mT, self.y, cu_seqlens_k=self.ends, dynamic_scheduler=True, tuned=False)
         return gemm(self.rows.x, self.w_in, cu_seqlens_m=self.ends, dynamic_scheduler=name == "dynamic", tuned=False)
 
-    def start(self, operation: str) -> Any:
+    def whole(self, operation: str, suffix: str = "") -> Any:
+        """Run an operation, or only its start if `suffix` is "_start"."""
+        method = getattr(self.comm, operation + suffix)
         if operation == "dispatch":
-            return self.comm.dispatch_start(self.x, self.idx, self.weights, capacity=self.capacity)
-        return self.comm.combine_start(self.y, self.rows.route, self.rows.weights)
+            return method(self.x, self.idx, self.weights, capacity=self.capacity)
+        return method(self.y, self.rows.route, self.rows.weights)
 
     def wait(self, operation: str, started: Any) -> Any:
-        return self.comm.dispatch_wait(started) if operation == "dispatch" else self.comm.combine_wait(started)
+        return getattr(self.comm, f"{operation}_wait")(started)
 
     def split(self, operation: str, i: int = 0) -> Any:
-        return self.wait(operation, self.start(operation))
-
-    def whole(self, operation: str) -> Any:
-        if operation == "dispatch":
-            return self.comm.dispatch(self.x, self.idx, self.weights, capacity=self.capacity)
-        return self.comm.combine(self.y, self.rows.route, self.rows.weights)
+        return self.wait(operation, self.whole(operation, "_start"))
 
     def together(self, gemm: str, operation: str, lead: float, i: int = 0) -> None:
-        started = self.start(operation)
+        started = self.whole(operation, "_start")
         if lead:
             sleep(self.comm.device, lead)
         self.gemm(gemm)
         self.wait(operation, started)
 
-    def after(self, gemm: str, operation: str, i: int = 0) -> None:
-        self.split(operation)
-        self.gemm(gemm)
-
-    def after_whole(self, gemm: str, operation: str, i: int = 0) -> None:
-        self.whole(operation)
+    def after(self, operate: Callable[[str], Any], gemm: str, operation: str, i: int = 0) -> None:
+        operate(operation)
         self.gemm(gemm)
 
     def pairs(self) -> Iterator[tuple[str, str]]:
@@ -151,8 +144,8 @@ class Case:
         found |= {operation: bind(self.split, operation) for operation in self.args.operations}
         found |= {lead: bind(sleep, self.comm.device, lead) for lead in self.args.leads if lead}
         for gemm, operation in self.pairs():
-            found[gemm, operation, "after"] = bind(self.after, gemm, operation)
-            found[gemm, operation, "whole"] = bind(self.after_whole, gemm, operation)
+            found[gemm, operation, "after"] = bind(self.after, self.split, gemm, operation)
+            found[gemm, operation, "whole"] = bind(self.after, self.whole, gemm, operation)
             found |= {(gemm, operation, lead): bind(self.together, gemm, operation, lead) for lead in self.args.leads}
         return found
 

@@ -84,9 +84,8 @@ def table(run: Found) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--tokens", type=positive, default=8, help="of each rank (default: %(default)s)")
     options.add_argument("--calls", type=positive, default=200, help="timed calls (default: %(default)s)")
-    add_sizes(options)
+    add_sizes(options, 8)
     add_options(options)
     return on_every_rank(measure, read(options, argv))
 

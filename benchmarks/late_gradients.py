@@ -32,7 +32,6 @@ SIZES = ("tokens", "hidden", "experts", "top_k", "width", "rounds", "combine_sms
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=positive, default=4096, help="of each rank (default: %(default)s)")
     add_sizes(parser)
     parser.add_argument("--width", type=positive, default=2048, help="of each expert (default: %(default)s)")
     parser.add_argument("--rounds", type=positive, default=20, help="timed steps of each order (default: %(default)s)")

@@ -2,6 +2,8 @@
 compared in one run with the same work in sequence and with each part alone.
 
 torchrun --nproc-per-node 2 benchmarks/overlap.py --out overlap.json --picture overlap.svg
+
+Each of the two micro-batches has `--tokens` tokens on each rank.
 """
 
 from __future__ import annotations
@@ -296,7 +298,6 @@ def measure(device: torch.device, args: argparse.Namespace) -> None:
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks/overlap.py", description=__doc__)
     add_options(parser)
-    parser.add_argument("--tokens", type=positive, default=4096, help="of a micro-batch on each rank (%(default)s)")
     add_sizes(parser)
     parser.add_argument("--width", type=positive, default=2048, help="of each expert (%(default)s)")
     parser.add_argument("--shared-width", type=positive, default=2048, help="of the shared expert (%(default)s)")

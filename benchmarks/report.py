@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,17 @@ def plot(run: Found, stem: Path) -> list[Path]:
     return [save(figure, stem.with_name(f"{stem.name}-{name}.svg"), heading) for name, figure in figures.items()]
 
 
+RATIO = operator.itemgetter("ratio")
+"""Return the ratio of a result to the link."""
+
+
+def draw(axis: Any, lines: dict[str, list[tuple[Any, Found]]], value: Callable[[Found], float]) -> None:
+    """Draw a value of each operator's results."""
+    for op, points in lines.items():
+        xs, ys = [x for x, _ in points], [value(result) for _, result in points]
+        axis.plot(xs, ys, "o-", color=COLOURS[op], label=NAMES[op], markersize=4)
+
+
 def over_tokens(axis: Any, tokens: Sequence[int]) -> None:
     """Make both axes logarithmic, and label the measured sizes."""
     axis.set(yscale="log", xlabel="tokens a rank")
@@ -138,9 +150,7 @@ def _over_tokens(by_routing: dict[str, Any]) -> Any:
         1, len(by_routing), figsize=(5.5 * len(by_routing), 4.2), sharey=True, squeeze=False
     )
     for axis, (routing, lines) in zip(axes[0], by_routing.items(), strict=True):
-        for op, points in lines.items():
-            xs, ys = [x for x, _ in points], [taken(r) for _, r in points]
-            axis.plot(xs, ys, "o-", color=COLOURS[op], label=NAMES[op], markersize=4)
+        draw(axis, lines, taken)
         points = [(x, r["limit_us"]) for x, r in next(iter(lines.values())) if "limit_us" in r]
         if points:
             axis.plot(*zip(*points, strict=True), "k--", label="the link", linewidth=1)
@@ -154,9 +164,7 @@ def _over_tokens(by_routing: dict[str, Any]) -> Any:
 def _over_sms(run: Found, budgets: dict[str, Any]) -> Any:
     """Plot speeds over numbers of multiprocessors, relative to the link, with those of bare copies."""
     figure, axis = pyplot().subplots(figsize=(7, 4.4))
-    for op, points in budgets.items():
-        ys = [r["ratio"] for _, r in points]
-        axis.plot([x for x, _ in points], ys, "o-", color=COLOURS[op], label=NAMES[op], markersize=4)
+    draw(axis, budgets, RATIO)
     row_bytes = max(r["row_bytes"] for _, r in next(iter(budgets.values())))
     for direction in ("push", "pull"):
         speeds = sorted(
@@ -173,9 +181,7 @@ def _over_shapes(found: list[tuple[str, Any]]) -> Any:
     """Plot speeds over row sizes and top-k, relative to the link."""
     figure, axes = pyplot().subplots(1, len(found), figsize=(5.5 * len(found), 4.2), sharey=True, squeeze=False)
     for axis, (label, lines) in zip(axes[0], found, strict=True):
-        for op, points in lines.items():
-            ys = [r["ratio"] for _, r in points]
-            axis.plot([x for x, _ in points], ys, "o-", color=COLOURS[op], label=NAMES[op], markersize=4)
+        draw(axis, lines, RATIO)
         axis.set(xlabel=label, ylim=(0, 1.05))
     axes[0][0].set_ylabel("ratio to the link's best speed")
     axes[0][0].legend()
@@ -238,11 +244,10 @@ def ratio_plot(runs: Sequence[Found], path: Path) -> None:
     for row, routing in zip(axes, ROUTINGS, strict=True):
         for axis, run in zip(row, runs, strict=True):
             axis.set(ylim=(0, 1.05), title=f"{run['world_size']} ranks, {routing} routing")
-            for op, points in sweep(run, "tokens", routing).items():
-                if op in COLOURS:
-                    xs, ys = [x for x, _ in points], [r["ratio"] for _, r in points]
-                    axis.plot(xs, ys, "o-", color=COLOURS[op], label=NAMES[op], markersize=4)
-                    log_ticks(axis, xs)
+            lines = {op: points for op, points in sweep(run, "tokens", routing).items() if op in COLOURS}
+            draw(axis, lines, RATIO)
+            for points in lines.values():
+                log_ticks(axis, [x for x, _ in points])
             axis.tick_params(labelbottom=True)
         row[0].set_ylabel("ratio to the link's best speed")
     for axis in axes[-1]:

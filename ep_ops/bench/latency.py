@@ -47,8 +47,7 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog="ep-ops bench latency", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--tokens", type=numbers, default=TOKENS, metavar="N,N", help="of each rank")
-    add_sizes(options)
+    add_sizes(options, TOKENS)
     options.add_argument("--pairs", type=positive, default=16, help="operations in a graph (default: %(default)s)")
     options.add_argument(
         "--replays", type=positive, default=2000, help="timed; a tenth of it for comparisons (default: %(default)s)"

@@ -81,7 +81,6 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog="ep-ops bench layer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--tokens", type=positive, default=4096, help="of each rank (default: %(default)s)")
     add_sizes(options)
     options.add_argument("--width", type=positive, default=2048, help="inside each expert (default: %(default)s)")
     options.add_argument("--times", type=float, help="the worst case, in multiples of the mean (default: as it is)")

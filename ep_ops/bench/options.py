@@ -44,8 +44,13 @@ def add_options(options: argparse.ArgumentParser) -> None:
     add_device_options(options)
 
 
-def add_sizes(options: argparse.ArgumentParser) -> None:
-    """Add the sizes of the workload; the defaults are those of DeepSeek-V3."""
+def add_sizes(options: argparse.ArgumentParser, tokens: int | tuple[int, ...] = 4096) -> None:
+    """Add the sizes of the workload; the defaults are those of DeepSeek-V3. `tokens`: one number, or several."""
+    several = isinstance(tokens, tuple)
+    options.add_argument(
+        "--tokens", type=numbers if several else positive, default=tokens, metavar="N,N" if several else "N",
+        help="of each rank (default: %(default)s)",
+    )  # fmt: skip
     options.add_argument("--hidden", type=positive, default=7168)
     options.add_argument("--experts", type=positive, default=256)
     options.add_argument("--top-k", type=positive, default=8)
