@@ -202,10 +202,8 @@ def _tokens(comm: Member, a: Any) -> None:
 def _of_tokens(comm: Member, a: Any) -> None:
     """Check ``x``, its scales and ``topk_weights``."""
     shape = a.topk_idx.shape
-    if a.format or a.scales is not None or a.scales_as:
-        _delivery(comm, a)
-    else:
-        _rows(comm, "x", a.x, shape[0], _OF_IDS)
+    quantized = a.format or a.scales is not None or a.scales_as
+    _rows(comm, "x", a.x, shape[0], _OF_IDS, _delivery(comm, a) if quantized else None)
     if a.topk_weights is not None:
         _tensor(comm, "topk_weights", a.topk_weights, comm.weights_dtype, shape, "the shape of topk_idx")
 
@@ -248,29 +246,27 @@ def _divides(comm: Member, argument: str, form: Format) -> None:
         )
 
 
-def _delivery(comm: Member, a: Any) -> None:
-    """Check the rows and scales of a dispatch with a format."""
-    count, why = a.topk_idx.shape[0], _OF_IDS
+def _delivery(comm: Member, a: Any) -> torch.dtype:
+    """Check the format and the scales of a dispatch that has any. Return the dtype of its rows."""
     if a.layout == TOKEN_MAJOR and a.scales_as in LAYOUTS and a.scales_as not in OF_TOKENS:
         allowed = ", ".join(map(repr, OF_TOKENS))
         raise ValueError(f"scales_as is {a.scales_as!r}; allowed for token-major rows: {allowed}, '' for the first")
     if not a.format:
-        if a.scales is not None or a.scales_as:
-            given = "scales are given" if a.scales is not None else f"scales_as is {a.scales_as!r}"
-            raise ValueError(f"format is '' and {given}; allowed: the format of quantized rows, {_QUANTIZED}")
-        return _rows(comm, "x", a.x, count, why)
+        given = "scales are given" if a.scales is not None else f"scales_as is {a.scales_as!r}"
+        raise ValueError(f"format is '' and {given}; allowed: the format of quantized rows, {_QUANTIZED}")
     form = format_of(a.format)
     layout_of(form, a.scales_as)
     _divides(comm, "format", form)
     if a.scales is None:
-        return _rows(comm, "x", a.x, count, why)
+        return comm.dtype
     if form.wire:
         raise ValueError(f"scales are given, and format is {a.format!r}, which quantizes x itself; allowed: none")
     if a.x is not None and a.x.dtype is not ELEMENT:
         raise TypeError(f"x has dtype {a.x.dtype}, and scales are given; allowed: {ELEMENT} (or x without scales)")
-    _rows(comm, "x", a.x, count, why, ELEMENT)
+    count = a.topk_idx.shape[0]
     shape = (count, per_row(form, comm.hidden_size)) if form.block else (count,)
     _tensor(comm, "scales", a.scales, form.scale_dtype, shape, f"of the rows of x in format {a.format!r}")
+    return ELEMENT
 
 
 def _rows(comm: Member, name: str, rows: Tensor, count: int, why: str, dtype: torch.dtype | None = None) -> None:

@@ -34,15 +34,9 @@ def plot_begun(stats: Stats, path: str | Path) -> Path:
     late = (stats.begun * 1e6).tolist()
     means = (stats.late * 1e6).tolist()
     heads = ("How much later than the first rank each one began", f"latest on average: {_worst(means)}")
-    titles = [
-        [
-            f"rank {rank}, operation {number}: {value:.1f} µs"
-            for number, value in zip(stats.operations, row, strict=True)
-        ]
-        for rank, row in enumerate(late)
-    ]
+    names = [f"operation {number}" for number in stats.operations]
     foot = f"operations {stats.operations[0]} to {stats.operations[-1]} of the communicator"
-    return _grid(Path(path), heads, late, titles, ("mean, µs", means), foot)
+    return _grid(Path(path), heads, late, names, ("mean, µs", means), foot)
 
 
 def plot_waits(stats: Stats, path: str | Path) -> Path:
@@ -61,9 +55,9 @@ def plot_waits(stats: Stats, path: str | Path) -> Path:
         "For how long each rank waited for each other one",
         f"waited for most: {_worst((stats.awaited * 1e6).tolist())}",
     )
-    titles = [[f"rank {r} for rank {s}: {value:.1f} µs" for s, value in enumerate(row)] for r, row in enumerate(means)]
+    names = [f"wait for rank {rank}" for rank in range(ranks)]
     foot = f"from left to right: for ranks 0 to {ranks - 1}; operations {stats.operations[0]} to {stats.operations[-1]}"
-    return _grid(Path(path), heads, means, titles, ("longest, µs", [max(row) for row in means]), foot)
+    return _grid(Path(path), heads, means, names, ("longest, µs", [max(row) for row in means]), foot)
 
 
 def _refuse_none(stats: Stats) -> None:
@@ -77,7 +71,7 @@ def _worst(of_rank: Sequence[float]) -> str:
 
 
 def _grid(
-    path: Path, heads: tuple[str, str], cells: Sequence[Sequence[float]], titles: Sequence[Sequence[str]],
+    path: Path, heads: tuple[str, str], cells: Sequence[Sequence[float]], columns: Sequence[str],
     behind: tuple[str, Sequence[float]], foot: str,
 ) -> Path:  # fmt: skip
     """Write values in µs by rank: two headings, cells with tooltips, a number after each line, and a footer."""
@@ -97,7 +91,7 @@ def _grid(
         out.append(_text(_LEFT - 8, y + 17, f"rank {rank}", 'text-anchor="end"'))
         for column, value in enumerate(values):
             place = f'x="{_LEFT + _CELL * column}" y="{y}" width="{_CELL - 2}" height="{_CELL - 2}"'
-            title = f"<title>{escape(titles[rank][column])}</title>"
+            title = f"<title>rank {rank}, {columns[column]}: {value:.1f} µs</title>"
             out.append(
                 f'<rect {place} fill="#c0392b" fill-opacity="{value / most:.3f}" stroke="#d0d7de">{title}</rect>'
             )
