@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meta_kernels.formats import (
+from .arrivals import rows_of, size
+from .config import Member
+from .formats import (
     ELEMENT,
     FORMATS,
     LAYOUTS,
@@ -23,11 +25,8 @@ from meta_kernels.formats import (
     format_of,
     layout_of,
     per_row,
+    refuse_hidden,
 )
-
-from .arrivals import rows_of, size
-from .config import Member
-from .formats.quantize import refuse_hidden
 from .records import FLIGHTS, INT32_LIMIT, MAX_ALIGNMENT, PADDED, ROW_LAYOUTS, TOKEN_MAJOR, wrong_type
 
 _INT32 = torch.int32

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ep_ops.config import Config, is_int
-from ep_ops.formats import combine_format_problem, format_of, layout_of
-from ep_ops.formats.quantize import refuse_hidden
+from ep_ops.formats import combine_format_problem, format_of, layout_of, refuse_hidden
 from ep_ops.records import ROW_LAYOUTS
 
 from .placement import problem_of

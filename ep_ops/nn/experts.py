@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ep_ops import inputs
 from ep_ops.communicator import Communicator
 from ep_ops.config import default_experts
-from ep_ops.formats import combine_format_problem, format_of
-from ep_ops.formats.quantize import refuse_hidden
+from ep_ops.formats import combine_format_problem, format_of, refuse_hidden
 from ep_ops.nn.expert_mlp import Computed, SentTokens, end, expert_mlp, expert_rows, is_late
 from ep_ops.nn.grouped import TORCH, Gemms
 from ep_ops.nn.scaled import ROW

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from ep_ops import formats
 from ep_ops.formats import Grid, ScaleLayout, Segments
-from ep_ops.formats.quantize import refuse_hidden
 from ep_ops.group.topology import lack_of_kernels
 from ep_ops.operators.eager import call, refuse_transforms
 from ep_ops.operators.gradients import free_gradient
@@ -79,7 +78,7 @@ def swiglu_quantized(
     """
     rows = _checked(gate_and_up, route)
     form, layout = _format(format, scales_as)
-    refuse_hidden(gate_and_up.shape[1] // 2, form)
+    formats.refuse_hidden(gate_and_up.shape[1] // 2, form)
     if gate_and_up.dtype == torch.float64:
         raise TypeError("gate_and_up has dtype torch.float64; allowed for quantization: bfloat16, float16, float32")
     codes, scales = call("swiglu_quantized", *rows, format, layout)

@@ -23,7 +23,7 @@ ROOMS = {
     "ep_ops.arguments": (),
     "ep_ops.inputs": ("ep_ops.group",),
     "ep_ops.overflow": (),
-    "ep_ops.checks": ("ep_ops.arrivals", "ep_ops.formats", "ep_ops.records", "ep_ops.config", "meta_kernels"),
+    "ep_ops.checks": ("ep_ops.arrivals", "ep_ops.formats", "ep_ops.records", "ep_ops.config"),
     "ep_ops.symmetric": ("ep_ops.group",),
     "ep_ops.backends": (
         "ep_ops.arrivals", "ep_ops.formats", "ep_ops.records", "ep_ops.config", "ep_ops.group", "ep_ops.symmetric",
