@@ -310,7 +310,7 @@ class MoECommunicator:
         self._agreed(placement)
         assert self._map is not None
         if self._counts is not None:
-            self._past = self._past + self._logical(self._counts.rows)
+            self._past = self._past + self._logical(self._counts.read().rows)
             self._counts.forget_rows()
         self._map.set(placement)
         self.placement = tuple(placement)
@@ -340,11 +340,11 @@ class MoECommunicator:
         Raises:
             ValueError: the configuration has no ``statistics``.
         """
-        counts = self._counted()
-        rows, dropped = self._past + self._logical(counts.rows)
-        received, returned = counts.bytes
+        totals = self._counted().read()
+        rows, dropped = self._past + self._logical(totals.rows)
+        received, returned = totals.bytes
         noted = [self.comm.last_operations(rank) for rank in range(self.comm.world_size)]
-        return Stats(self.comm.rank, counts.dispatches, rows, dropped, received, returned, *last(noted))
+        return Stats(self.comm.rank, totals.dispatches, rows, dropped, received, returned, *last(noted))
 
     def load(self) -> Tensor:
         """Return the rows that all ranks requested of each logical expert since the last reset, int64 [E] on the CPU.
@@ -355,7 +355,7 @@ class MoECommunicator:
             ValueError: the configuration has no ``statistics``.
         """
         refuse_destroyed(self.comm)
-        asked = (self._past + self._logical(self._counted().rows)).sum(0)
+        asked = (self._past + self._logical(self._counted().read().rows)).sum(0)
         return self._exchange.all_gather(asked).sum(0).cpu()
 
     def reset_stats(self) -> None:

@@ -59,6 +59,14 @@ def last(noted: Sequence[Sequence[Operation]]) -> tuple[tuple[int, ...], Tensor,
     return numbers, times - times.amin(0), waits.transpose(1, 2)
 
 
+class Totals(NamedTuple):
+    """The sums that :class:`Counts` keeps, in host memory."""
+
+    dispatches: int
+    rows: Tensor  # [2, El] rows kept and dropped by local expert
+    bytes: Tensor  # [2, W] bytes received from and returned to each rank
+
+
 class Counts:
     """Sums over operations in device memory, so that replayed graphs are counted.
 
@@ -95,25 +103,12 @@ class Counts:
         first, experts = self._widths[:2]
         self._sums[:, first : first + 2 * experts].zero_()
 
-    @property
-    def dispatches(self) -> int:
-        """Return the number of dispatches. Synchronizes the host."""
-        return int(self._read()[0].sum())
-
-    @property
-    def rows(self) -> Tensor:
-        """Return rows kept and dropped by local expert, [2, El]. Synchronizes the host."""
-        _, kept, dropped, _ = self._read()
-        return torch.stack((kept.sum(0), dropped.sum(0)))
-
-    @property
-    def bytes(self) -> Tensor:
-        """Return bytes received from and returned to each rank, [2, W]. Synchronizes the host."""
-        received = torch.tensor(self._sizes, device="cpu") @ self._read()[3]
-        return torch.stack((received, self._sum_bytes * self._returned.cpu())).diff()
-
-    def _read(self) -> tuple[Tensor, ...]:
-        return self._sums.cpu().split(self._widths, 1)
+    def read(self) -> Totals:
+        """Return the sums. Synchronizes the host."""
+        dispatches, kept, dropped, sources = self._sums.cpu().split(self._widths, 1)
+        received = torch.tensor(self._sizes, device="cpu") @ sources
+        by_rank = torch.stack((received, self._sum_bytes * self._returned.cpu())).diff()
+        return Totals(int(dispatches.sum()), torch.stack((kept, dropped)).sum(1), by_rank)
 
 
 def row_bytes(hidden_size: int, itemsize: int) -> dict[str, int]:

@@ -53,8 +53,7 @@ def keep_experts_apart(model: nn.Module, ranks: int) -> nn.Module:
     everyone = {id(p) for p in expert_parameters(model)}
     apart = [name for name, p in model.named_parameters() if id(p) in everyone]
     for prefix, layer in expert_layers(model):
-        experts = {id(p) for p in layer.expert_parameters()}  # type: ignore[operator]
-        own = {f"{prefix}{name}": p for name, p in layer.named_parameters() if id(p) in experts}
+        own = {f"{prefix}{name}": p for name, p in layer.named_parameters() if id(p) in everyone}
         for name, p in own.items():
             if p.is_meta:  # its hook would be lost
                 raise ValueError(

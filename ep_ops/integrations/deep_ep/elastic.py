@@ -208,13 +208,10 @@ class ElasticBuffer:
             )
         refuse_experts(num_experts, self.num_ranks)
         align, sync = expert_alignment or 1, do_cpu_sync is None or do_cpu_sync
-        given, bound = (rows, topk_idx, topk_weights), {"max_tokens": most, **asked}
         comm = self.communicators.of(rows, num_experts, topk_idx.shape[1], most)
-        if do_expand:
-            sent = comm.dispatch(*given, alignment=align, zeros=True, exact=sync, **bound)
-        else:
-            sent = comm.dispatch(*given, layout="token_major", exact=sync, **bound)
-        recv_x, weights, route, recv_scales, local_idx = sent.x, sent.weights, sent.route, sent.scales, sent.local_idx
+        layout: dict[str, Any] = {"alignment": align, "zeros": True} if do_expand else {"layout": "token_major"}
+        sent = comm.dispatch(rows, topk_idx, topk_weights, max_tokens=most, exact=sync, **layout, **asked)
+        route, local_idx = sent.route, sent.local_idx
         if local_idx is None:
             psum = route.psum
         else:
@@ -226,11 +223,12 @@ class ElasticBuffer:
         made = EPHandle(
             do_expand, num_experts, align, most, num_sms or self.get_theoretical_num_sms(num_experts, 0),
             topk_idx.clone() if do_handle_copy else topk_idx, int(copies[-1]) if sync else self.num_ranks * most,
-            recv_x.shape[0] if do_expand else 0,
+            sent.x.shape[0] if do_expand else 0,
             round_up(route.counts, align).tolist() if sync else [],
             copies, psum, route.counts, route, local_idx,
         )  # fmt: skip
-        return with_scales(recv_x, recv_scales, scales), local_idx, weights, made, after(async_with_compute_stream)
+        received = with_scales(sent.x, sent.scales, scales)
+        return received, local_idx, sent.weights, made, after(async_with_compute_stream)
 
     @torch.no_grad()
     def combine(
