@@ -210,7 +210,7 @@ def beside(gpu: Gpu, entry: Published, limit: int) -> dict[str, Any]:
         us = few_us(on, layout, entry.kind == "few combine", entry.wire)
     else:
         us = many_us(on, entry.wire, in_rounds(layout, limit), entry.kind)
-    reached = expected(layout).copies / layout.tokens if entry.unit == "GB/s of ranks" else reached_domains(layout)
+    reached = expected(layout).copies / layout.tokens if entry.unit == RANKS else reached_domains(layout)
     value = us if entry.unit == "µs" else layout.tokens * reached * layout.row_bytes / us / 1e3
     return {
         "who": entry.who, "kind": entry.kind, "domains": layout.domains, "domain_ranks": layout.domain_ranks,
@@ -274,19 +274,25 @@ def lines(found: Found) -> list[str]:
     return [*assumptions(found), f"GB200, for published figures alone: {found['gb200']}"]
 
 
+def tables(found: Found) -> dict[str, list[list[str]]]:
+    return {
+        "Predictions": prediction_rows(found),
+        "Compared with measurements": error_rows(found),
+        "Compared with published figures": published_rows(found),
+    }
+
+
 def text(found: Found) -> str:
-    parts = (prediction_rows(found), error_rows(found), published_rows(found))
-    return "\n\n".join("\n".join(part) for part in (lines(found), *map(text_table, parts)))
+    parts = (lines(found), *map(text_table, tables(found).values()))
+    return "\n\n".join("\n".join(part) for part in parts)
 
 
 def markdown(found: Found) -> str:
-    titles = ("Predictions", "Compared with measurements", "Compared with published figures")
     assumed = (
         textwrap.fill(f"- {line}.", 128, subsequent_indent="  ", break_on_hyphens=False) for line in lines(found)
     )
     said = ["## Assumptions", "", *assumed]
-    parts = (prediction_rows(found), error_rows(found), published_rows(found))
-    for title, rows in zip(titles, parts, strict=True):
+    for title, rows in tables(found).items():
         said += ["", f"## {title}", "", *markdown_table(rows)]
     return "\n".join(said)
 

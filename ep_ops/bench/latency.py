@@ -29,7 +29,7 @@ from .baselines import SameBytes
 from .latency_report import NAMES, table
 from .operators import MAX_ERROR
 from .options import add_domain_options, add_options, add_sizes, names_of, numbers, positive, read
-from .presets import SUMS
+from .presets import SUM_FORMAT
 from .ranks import Run, on_every_rank
 from .steps import Idle, Steps
 from .timing import Timing
@@ -87,7 +87,7 @@ class Latency(Run):
         largest = Workload(max(args.tokens), args.hidden, args.experts, args.top_k)
         with self.communicator(largest, latency_max_tokens=0) as slow, self.communicator(largest) as fast:
             formats = [FP8] if self.wants("pair_fp8", WARM) else []
-            formats += [(SUMS["combine_fp8"], "")] if self.wants("combine_fp8") else []
+            formats += [(SUM_FORMAT, "")] if self.wants("combine_fp8") else []
             self.compile(formats, fast, slow)
             fast.warmup(formats)
             slow.warmup()
@@ -142,7 +142,7 @@ class Latency(Run):
                 self.add(f"{op}_start", start)
                 self.add(f"{op}_wait", wait)
         if self.wants("combine_fp8") and steps.workload.hidden % 32 == 0:
-            self.add("combine_fp8", self.graph(functools.partial(steps.combine, format=SUMS["combine_fp8"]), many))
+            self.add("combine_fp8", self.graph(functools.partial(steps.combine, format=SUM_FORMAT), many))
         if self.wants("dispatch_nccl", "pair_nccl") and self.world_size > 1:
             traffic = measure_traffic(steps.given(0)[1], steps.workload.experts, self.world_size)
             same = SameBytes(steps.workload, traffic, self.rank, self.device)

@@ -14,7 +14,7 @@ from ep_ops import Communicator, Dispatched, Route, arrivals, formats
 from ep_ops.formats.quantize import powers
 
 from .baselines import eager_combine, eager_dispatch
-from .presets import FORMATS, SUMS, TOKEN_MAJOR
+from .presets import FORMATS, SUM_FORMAT, SUMS, TOKEN_MAJOR
 from .timing import leaves
 from .workloads import Traffic, Workload, draw_route, goes_to, holders, measure_traffic
 
@@ -82,7 +82,7 @@ class Calls:
         """Return what is timed as `op`: a combine whose sums are quantized, the method of that name, or else a
         dispatch."""
         if op in SUMS:
-            return functools.partial(getattr(self, op.removesuffix("_fp8")), format=SUMS[op])
+            return functools.partial(getattr(self, op.removesuffix("_fp8")), format=SUM_FORMAT)
         return getattr(self, op, None) or functools.partial(self._new_tensors, op)
 
     def _dispatched(self, op: str, i: int) -> Dispatched:
@@ -213,12 +213,11 @@ class Calls:
             gathered = comm.combine_gathered(self.near_rows.copy_(by_token.x), by_token.route)
             found["combine_gathered"] = gathered, s.x * reached
             self.near_rows.copy_(self.token_rows)
-        if self.workload.hidden % formats.format_of(SUMS["combine_fp8"]).multiple == 0:
-            out = comm.combine(got.x, got.route, got.weights, format=SUMS["combine_fp8"])
-            found["combine_fp8"] = out, self._sums(s, s.topk_weights, SUMS["combine_fp8"])
-            format = SUMS["combine_token_major_fp8"]
-            out = comm.combine(by_token.x, by_token.route, format=format)
-            found["combine_token_major_fp8"] = out, self._sums(s, None, format)
+        if self.workload.hidden % formats.format_of(SUM_FORMAT).multiple == 0:
+            out = comm.combine(got.x, got.route, got.weights, format=SUM_FORMAT)
+            found["combine_fp8"] = out, self._sums(s, s.topk_weights)
+            out = comm.combine(by_token.x, by_token.route, format=SUM_FORMAT)
+            found["combine_token_major_fp8"] = out, self._sums(s, None)
         for op in FORMATS:
             form, sent = formats.format_of(FORMATS[op][0]), self._dispatched(op, 0)
             if sent.scales is None or self.workload.hidden % form.multiple:
@@ -233,13 +232,13 @@ class Calls:
             found[op] = comm.combine(rows, sent.route, sent.weights), exact * weight_sum
         return {name: relative_error(out, expected) for name, (out, expected) in found.items()}
 
-    def _sums(self, s: Inputs, weights: Tensor | None, format: str) -> Tensor:
+    def _sums(self, s: Inputs, weights: Tensor | None) -> Tensor:
         """Return what a combine returns for x, dispatched with weights or token-major, if each rank's sum is quantized.
         Sums of other NVLink domains are quantized once more.
 
         Products are added one by one, as combine does: weights of a token have the sum 1, and x times 1 often lies in
         the middle between two codes."""
-        form, x, comm = formats.format_of(format), s.x.float(), self.comm
+        form, x, comm = formats.format_of(SUM_FORMAT), s.x.float(), self.comm
         rank_of, total = holders(s.topk_idx, self.workload.experts, comm.world_size), torch.zeros_like(x)
 
         def arrived(sums: Tensor) -> Tensor:

@@ -17,8 +17,9 @@ FORMATS = {
     "dispatch_fp8_packed_planned": ("e4m3/128/pow2", "packed"),
 }
 """Dispatches that quantize: what rows arrive as, and how their scales lie."""
-SUMS = {"combine_fp8": "wire:e4m3/32/mx", "combine_token_major_fp8": "wire:e4m3/32/mx"}
-"""Combine operators that send their sums quantized, and the format."""
+SUM_FORMAT = "wire:e4m3/32/mx"
+SUMS = ("combine_fp8", "combine_token_major_fp8")
+"""Combine operators that send their sums quantized, in SUM_FORMAT."""
 TOKEN_MAJOR = ("dispatch_token_major", "dispatch_token_major_planned", "combine_token_major")
 """Operators on token-major rows: one for each copy of a token."""
 GATHERED = "combine_gathered"

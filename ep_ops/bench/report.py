@@ -74,9 +74,7 @@ def cells(result: Found) -> list[str]:
     wrong = "" if result.get("correct", True) else " WRONG"
     return [
         NAMES.get(op, op) + wrong,
-        str(result["tokens"]),
-        str(result["hidden"]),
-        str(result["top_k"]),
+        *(str(result[key]) for key in ("tokens", "hidden", "top_k")),
         result["routing"],
         str(budget or ""),
         *(f"{result[key]:.1f}" if key in result else "" for key in ("us", "steady_us", "graph_us")),

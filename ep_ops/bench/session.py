@@ -19,7 +19,7 @@ from ep_ops import Communicator
 
 from .baselines import SameBytes
 from .operators import MAX_ERROR, Calls
-from .presets import FORMATS, GATHERED, OPERATORS, SUMS, TOKEN_MAJOR, Case, Preset
+from .presets import FORMATS, GATHERED, OPERATORS, SUM_FORMAT, SUMS, TOKEN_MAJOR, Case, Preset
 from .ranks import Run
 from .report import complete, table
 from .timing import CHAIN, Timing
@@ -147,18 +147,15 @@ class Session(Run):
             "rows_expanded": list(calls.traffic.expanded),
             **timing.record(),
         }
-        if steady is not None:
-            result["steady_us"] = steady.median
-        if graph is not None:
-            result["graph_us"] = graph.median
+        medians = {how: t.median for how, t in (("steady_us", steady), ("graph_us", graph)) if t is not None}
+        result |= medians
         if op in self.errors:
             result |= {"error": self.errors[op], "correct": self.errors[op] <= MAX_ERROR}
         if same is not None:
             result |= {"graph_same": same, "correct": result.get("correct", True) and same}
         self.found["results"].append(result)
         self.save()
-        others = [f"{how} {t.median:.1f}" for how, t in (("back to back", steady), ("in a graph", graph)) if t]
-        self.say(f"    {op}: {', '.join([f'{timing.median:.1f} µs', *others])}")
+        self.say(f"    {op}: " + ", ".join(f"{how} {us:.1f}" for how, us in {"us": timing.median, **medians}.items()))
 
     # ------------------------------------------------------------------ around it
 
@@ -171,7 +168,7 @@ class Session(Run):
         comm = self.communicator(
             largest, alignment=ALIGNMENT, latency_max_tokens=0, symmetric_rows=most_copies if gathered else 0
         )
-        asked = FORMATS | {op: (format, "") for op, format in SUMS.items()}
+        asked = FORMATS | dict.fromkeys(SUMS, (SUM_FORMAT, ""))
         formats = [how for op, how in asked.items() if any(op in case.measure for case in cases)]
         self.compile(formats, comm)
         comm.warmup(formats)
@@ -204,7 +201,7 @@ def budget(comm: Communicator, case: Case) -> contextlib.AbstractContextManager[
 def traveling_bytes(op: str, workload: Workload) -> int:
     """Return the size in bytes of a row that is sent."""
     if op in SUMS:
-        form = Form(SUMS[op].removeprefix("wire:"), workload.hidden)
+        form = Form(SUM_FORMAT.removeprefix("wire:"), workload.hidden)
         return workload.hidden + form.scales
     return Form(FORMATS[op][0], workload.hidden).staged_bytes if op in FORMATS else workload.row_bytes
 
