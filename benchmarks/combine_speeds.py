@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ep_ops import Communicator
-from ep_ops.bench.options import add_options, add_sizes, numbers, positive, read
+from ep_ops.bench.options import add_sizes, new_parser, numbers, positive, read
 from ep_ops.bench.ranks import Found, Run, on_every_rank
 from ep_ops.bench.timing import CHAIN, Timing
 from ep_ops.bench.workloads import Workload
@@ -28,12 +28,11 @@ REPLAYS = 24
 
 
 def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     add_sizes(parser)
     parser.add_argument("--heaps", type=positive, default=3, help="communicators (default: %(default)s)")
     parser.add_argument("--inputs", type=positive, default=3, help="addresses of y (default: %(default)s)")
     parser.add_argument("--sms", type=numbers, default=(38, 60, 76, 88, 96, 112, 132), metavar="N,N")
-    add_options(parser)
     return parser
 
 

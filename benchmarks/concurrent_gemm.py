@@ -32,7 +32,7 @@ import torch
 
 from ep_ops import Communicator
 from ep_ops.bench.figures import text_table
-from ep_ops.bench.options import add_options, names_of, positive, read
+from ep_ops.bench.options import names_of, new_parser, positive, read
 from ep_ops.bench.ranks import Found, Run, on_every_rank
 from ep_ops.bench.timeline import SLEEP, timeline
 from ep_ops.bench.timing import Timing
@@ -63,7 +63,7 @@ def leads(text: str) -> tuple[float, ...]:
 
 
 def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--tokens", type=positive, default=4096, help="of each rank (%(default)s)")
     parser.add_argument("--hidden", type=positive, default=7168, help="%(default)s")
     parser.add_argument("--top-k", type=positive, default=8, help="%(default)s")
@@ -73,7 +73,6 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--leads", type=leads, default=(0.0, 20.0), help="µs by which the GEMM is delayed (0,20)")
     parser.add_argument("--rounds", type=positive, default=12, help="with rests; a third as many without (%(default)s)")
     parser.add_argument("--row", type=positive, default=40, help="calls back to back without rests (%(default)s)")
-    add_options(parser)
     return parser
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ep_ops.backends.cute.outputs import allocator
 from ep_ops.bench.figures import text_table
-from ep_ops.bench.options import add_options, add_sizes, positive, read
+from ep_ops.bench.options import add_sizes, new_parser, positive, read
 from ep_ops.bench.ranks import Found, Run, on_every_rank
 from ep_ops.bench.steps import Steps
 from ep_ops.bench.workloads import Workload
@@ -83,10 +83,9 @@ def table(run: Found) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = new_parser(__doc__)
     options.add_argument("--calls", type=positive, default=200, help="timed calls (default: %(default)s)")
     add_sizes(options, 8)
-    add_options(options)
     return on_every_rank(measure, read(options, argv))
 
 

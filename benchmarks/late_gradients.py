@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import ep_ops
-from ep_ops.bench.options import add_options, add_sizes, positive, read
+from ep_ops.bench.options import add_sizes, new_parser, positive, read
 from ep_ops.bench.ranks import Found, Run, on_every_rank
 from ep_ops.bench.timing import Timer
 from ep_ops.bench.workloads import Workload
@@ -31,12 +31,11 @@ SIZES = ("tokens", "hidden", "experts", "top_k", "width", "rounds", "combine_sms
 
 
 def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     add_sizes(parser)
     parser.add_argument("--width", type=positive, default=2048, help="of each expert (default: %(default)s)")
     parser.add_argument("--rounds", type=positive, default=20, help="timed steps of each order (default: %(default)s)")
     parser.add_argument("--combine-sms", type=positive, help="limit of SMs that send the gradient of x in late order")
-    add_options(parser)
     return parser
 
 

@@ -37,7 +37,7 @@ from ep_ops import Communicator
 from ep_ops.bench.baselines import eager_combine, eager_dispatch, exchange
 from ep_ops.bench.figures import text_table
 from ep_ops.bench.operators import relative_error
-from ep_ops.bench.options import add_options, names_of, positive, read
+from ep_ops.bench.options import names_of, new_parser, positive, read
 from ep_ops.bench.ranks import Found, Run, on_every_rank
 from ep_ops.bench.timeline import picture, timeline
 from ep_ops.bench.workloads import Workload, draw_route
@@ -66,12 +66,11 @@ MAX_ERROR = 0.05
 
 
 def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--tokens", type=positive, default=4096, help="of each rank (%(default)s)")
     parser.add_argument("--models", type=names_of(MODELS), default=tuple(MODELS)[:2], help=", ".join(MODELS))
     parser.add_argument("--rounds", type=positive, default=12, help="%(default)s")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="measure nothing: draw the timelines of this file")
-    add_options(parser)
     return parser
 
 

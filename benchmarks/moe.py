@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ep_ops.bench.figures import text_table
 from ep_ops.bench.operators import MAX_ERROR, relative_error
-from ep_ops.bench.options import add_options, add_sizes, positive, read
+from ep_ops.bench.options import add_sizes, new_parser, positive, read
 from ep_ops.bench.ranks import TIMEOUT, Found, Run, on_every_rank
 from ep_ops.bench.workloads import Workload, draw_route
 from ep_ops.moe import MoECommunicator, MoECommunicatorConfig
@@ -128,8 +128,7 @@ def measure(device: torch.device, args: argparse.Namespace) -> None:
 
 
 def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks/moe.py", description=__doc__)
-    add_options(parser)
+    parser = new_parser(__doc__)
     add_sizes(parser, (8, 128, 4096))
     parser.add_argument("--iterations", type=positive, default=40)
     return parser

@@ -21,7 +21,7 @@ from torch import Tensor
 from ep_ops import Communicator, Dispatched, Route
 from ep_ops.bench.figures import text_table
 from ep_ops.bench.operators import MAX_ERROR, relative_error
-from ep_ops.bench.options import add_options, add_sizes, positive, read
+from ep_ops.bench.options import add_sizes, new_parser, positive, read
 from ep_ops.bench.ranks import Found, Run, on_every_rank
 from ep_ops.bench.timeline import picture, timeline
 from ep_ops.bench.workloads import ALIGNMENT, ROUTINGS, Workload, draw_route, measure_traffic
@@ -296,8 +296,7 @@ def measure(device: torch.device, args: argparse.Namespace) -> None:
 
 
 def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks/overlap.py", description=__doc__)
-    add_options(parser)
+    parser = new_parser(__doc__)
     add_sizes(parser)
     parser.add_argument("--width", type=positive, default=2048, help="of each expert (%(default)s)")
     parser.add_argument("--shared-width", type=positive, default=2048, help="of the shared expert (%(default)s)")

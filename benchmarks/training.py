@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ep_ops import Communicator
 from ep_ops.bench.figures import pyplot, save
-from ep_ops.bench.options import a_file, add_options, names_of, read
+from ep_ops.bench.options import a_file, names_of, new_parser, read
 from ep_ops.bench.ranks import Found, Run, on_every_rank
 from ep_ops.bench.workloads import Workload
 from ep_ops.commands.arguments import multiple_of, positive
@@ -41,9 +41,7 @@ NOISE = 0.1  # of the words to be predicted
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        prog="benchmarks/training.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = new_parser(__doc__)
     options.add_argument("--steps", type=positive, default=300)
     options.add_argument("--hidden", type=multiple_of(128), help="a multiple of 128 (default: 512; on CPUs 128)")
     options.add_argument("--sequences", type=positive, help=f"of {LENGTH} tokens, a rank (default: 64; on CPUs 8)")
@@ -52,7 +50,6 @@ def parser() -> argparse.ArgumentParser:
     sums = "format in which combines send their sums, in all runs except bfloat16's: " + " ".join(COMBINE_FORMATS)
     options.add_argument("--combine-format", choices=COMBINE_FORMATS, default="", metavar="NAME", help=sums)
     options.add_argument("--plot", type=a_file, metavar="FILE", help="draw the curves (SVG)")
-    add_options(options)
     return options
 
 

@@ -29,7 +29,7 @@ from cute_kernels.launch import Kernel, RankArgs
 from cute_kernels.marks import SHIFT
 from ep_ops.bench.figures import text_table
 from ep_ops.bench.link import digest, stream_of
-from ep_ops.bench.options import add_options, names_of, numbers, positive, read
+from ep_ops.bench.options import names_of, new_parser, numbers, positive, read
 from ep_ops.bench.ranks import Found, Run, on_every_rank
 from ep_ops.bench.timing import Timing
 from ep_ops.commands.compile import arch_of
@@ -284,14 +284,13 @@ def table(run: Found) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks/wire.py", description=__doc__.split("\n\n")[0])
+    parser = new_parser(__doc__)
     parser.add_argument("--bytes", type=positive, default=57344, help="of a batch, a multiple of 16 (%(default)s)")
     parser.add_argument("--batches", type=positive, default=1024, help="that a rank puts (%(default)s)")
     parser.add_argument("--blocks", type=numbers, default=(8, 16, 32, 64, 80), metavar="N,...")
     parser.add_argument("--wires", type=names_of(WIRES), metavar=",".join(WIRES), help="(those that are usable)")
     parser.add_argument("--rounds", type=positive, default=100, help="puts that are answered, in a row (%(default)s)")
     parser.add_argument("--iterations", type=positive, default=20)
-    add_options(parser)
     args = read(parser, argv)
     if args.bytes % 16:
         parser.error(f"--bytes is {args.bytes}; it must be a multiple of 16")

@@ -28,7 +28,7 @@ from ep_ops import Communicator
 from .baselines import SameBytes
 from .latency_report import NAMES, table
 from .operators import MAX_ERROR
-from .options import add_domain_options, add_options, add_sizes, names_of, numbers, positive, read
+from .options import add_domain_options, add_sizes, names_of, new_parser, numbers, positive, read
 from .presets import SUM_FORMAT
 from .ranks import Run, on_every_rank
 from .steps import Idle, Steps
@@ -44,9 +44,7 @@ the GEMM that has written them, and in `pair`, whose dispatch has. In `pair_fp8`
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        prog="ep-ops bench latency", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = new_parser(__doc__, "latency")
     add_sizes(options, TOKENS)
     options.add_argument("--pairs", type=positive, default=16, help="operations in a graph (default: %(default)s)")
     options.add_argument(
@@ -58,7 +56,6 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--deal", type=numbers, action="append", metavar="N,N,N", help="of blocks, not the library's choice; repeatable"
     )
-    add_options(options)
     add_domain_options(options)
     return options
 

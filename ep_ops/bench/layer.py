@@ -35,7 +35,7 @@ from ep_ops.nn import (
 )  # fmt: skip
 
 from .figures import text_table
-from .options import add_options, add_sizes, names_of, positive, read
+from .options import add_sizes, names_of, new_parser, positive, read
 from .ranks import Found, Run, on_every_rank
 from .workloads import Workload
 
@@ -78,15 +78,12 @@ KINDS: dict[str, type[Experts]] = {"token_major": TokenMajorExperts, "quack": By
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        prog="ep-ops bench layer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = new_parser(__doc__, "layer")
     add_sizes(options)
     options.add_argument("--width", type=positive, default=2048, help="inside each expert (default: %(default)s)")
     options.add_argument("--times", type=float, help="the worst case, in multiples of the mean (default: as it is)")
     options.add_argument("--iterations", type=positive, default=20)
     options.add_argument("--only", type=names_of(WAYS), default=DEFAULT, metavar="NAME,NAME", help=" ".join(WAYS))
-    add_options(options)
     return options
 
 

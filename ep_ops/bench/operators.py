@@ -83,25 +83,35 @@ class Calls:
         dispatch."""
         if op in SUMS:
             return functools.partial(getattr(self, op.removesuffix("_fp8")), format=SUM_FORMAT)
-        return getattr(self, op, None) or functools.partial(self._new_tensors, op)
+        if hasattr(self, op):
+            return getattr(self, op)
+        dispatch = self.dispatcher(op)
 
-    def _dispatched(self, op: str, i: int) -> Dispatched:
-        """Dispatch x, in a format if `op` is one of FORMATS; the cast is part of the call. Padding is zeroed, as with
-        gradients enabled."""
-        s, by_token = self._set(i), op in TOKEN_MAJOR
+        def new_tensors(i: int) -> tuple[Tensor | None, ...]:
+            """All but those of a given route and the given expert ids."""
+            got = dispatch(i)
+            new = () if op.endswith("planned") else (got.local_idx, *got.route.tensors[1:], got.dropped)
+            return got.x.view(torch.uint8) if op in FORMATS else got.x, got.scales, got.weights, *new
+
+        return new_tensors
+
+    def dispatcher(self, op: str) -> Callable[[int], Dispatched]:
+        """Return a function that dispatches x, in a format if `op` is one of FORMATS; the cast is part of the call.
+        Padding is zeroed, as with gradients enabled."""
+        planned, by_token = op.endswith("planned"), op in TOKEN_MAJOR
         how: dict[str, Any] = {} if by_token else {"zeros": True}
         if op in FORMATS:
             how["format"], how["scales_as"] = FORMATS[op]
-        if op.endswith("planned"):
-            return self.comm.dispatch_planned(s.x, s.tokens_route if by_token else s.route, s.topk_weights, **how)
-        how |= self.by_token if by_token else self.by_expert
-        return self.comm.dispatch(s.x, s.topk_idx, s.topk_weights, **how)
+        if not planned:
+            how |= self.by_token if by_token else self.by_expert
 
-    def _new_tensors(self, op: str, i: int) -> tuple[Tensor | None, ...]:
-        """Dispatch, and return the tensors except those of a given route and the given expert ids."""
-        got = self._dispatched(op, i)
-        new = () if op.endswith("planned") else (got.local_idx, *got.route.tensors[1:], got.dropped)
-        return got.x.view(torch.uint8) if op in FORMATS else got.x, got.scales, got.weights, *new
+        def dispatch(i: int) -> Dispatched:
+            s = self._set(i)
+            if planned:
+                return self.comm.dispatch_planned(s.x, s.tokens_route if by_token else s.route, s.topk_weights, **how)
+            return self.comm.dispatch(s.x, s.topk_idx, s.topk_weights, **how)
+
+        return dispatch
 
     def combine_token_major(self, i: int, format: str = "") -> Tensor:
         return self.comm.combine(self.token_rows, self._set(i).tokens_route, format=format)
@@ -190,7 +200,7 @@ class Calls:
         """
         s, comm = self.sets[0], self.comm
         weight_sum = s.topk_weights.sum(1, keepdim=True)
-        got, planned = (self._dispatched(op, 0) for op in ("dispatch", "dispatch_planned"))
+        got, planned = (self.dispatcher(op)(0) for op in ("dispatch", "dispatch_planned"))
         grad_y, _ = self.combine_backward(0)
         grad_rows = comm.dispatch_planned(s.grad_out, s.route).x
         held = s.route.recv_from >= 0
@@ -204,7 +214,7 @@ class Calls:
             "combine_backward": (grad_y[held], grad_rows[held] * s.recv_weights[held, None]),
         }
         found["combine"] = found["dispatch"]
-        by_token, again = (self._dispatched(op, 0) for op in TOKEN_MAJOR[:2])
+        by_token, again = (self.dispatcher(op)(0) for op in TOKEN_MAJOR[:2])
         reached = goes_to(s.topk_idx, self.workload.experts, comm.world_size).sum(0)[:, None]
         found["dispatch_token_major"] = comm.combine(by_token.x, by_token.route), s.x * reached
         found["dispatch_token_major_planned"] = comm.combine(again.x, s.tokens_route), s.x * reached
@@ -219,7 +229,7 @@ class Calls:
             out = comm.combine(by_token.x, by_token.route, format=SUM_FORMAT)
             found["combine_token_major_fp8"] = out, self._sums(s, None)
         for op in FORMATS:
-            form, sent = formats.format_of(FORMATS[op][0]), self._dispatched(op, 0)
+            form, sent = formats.format_of(FORMATS[op][0]), self.dispatcher(op)(0)
             if sent.scales is None or self.workload.hidden % form.multiple:
                 continue
             scales = sent.scales.contiguous()

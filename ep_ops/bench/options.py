@@ -38,10 +38,14 @@ def names_of(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     return names
 
 
-def add_options(options: argparse.ArgumentParser) -> None:
-    """Add the options that all benchmarks have."""
-    options.add_argument("--out", type=a_file, metavar="FILE", help="write all results as JSON, after each result")
-    add_device_options(options)
+def new_parser(about: str | None, benchmark: str = "") -> argparse.ArgumentParser:
+    """Return a parser with the options that all benchmarks have. `benchmark`: name for `ep-ops bench`, or "" for a
+    script."""
+    prog = f"ep-ops bench {benchmark}" if benchmark else None
+    parser = argparse.ArgumentParser(prog, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=a_file, metavar="FILE", help="write all results as JSON, after each result")
+    add_device_options(parser)
+    return parser
 
 
 def add_sizes(options: argparse.ArgumentParser, tokens: int | tuple[int, ...] = 4096) -> None:

@@ -96,7 +96,7 @@ class Session(Run):
                 if op in case.measure:
                     self.operator(case, calls, op, calls.call(op))
             if "host" in case.measure:
-                self.add(case, calls, "host_dispatch", self.timer.host(calls.call("dispatch"), iterations))
+                self.add(case, calls, "host_dispatch", self.timer.host(calls.dispatcher("dispatch"), iterations))
             if "nccl" in case.measure and self.world_size > 1:
                 same = SameBytes(case.workload, calls.traffic, self.rank, self.device)
                 for direction in ("dispatch", "combine"):

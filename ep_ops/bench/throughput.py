@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .options import add_domain_options, add_options, names_of, numbers, positive, read
+from .options import add_domain_options, names_of, new_parser, numbers, positive, read
 from .presets import MEASURABLE, PRESETS, Preset, over_sms
 from .ranks import on_every_rank
 from .session import Session
@@ -23,9 +23,7 @@ from .workloads import expected_traffic
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        prog="ep-ops bench throughput", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = new_parser(__doc__, "throughput")
     options.add_argument("--preset", choices=PRESETS, help="what to measure (default: quick; on CPUs: tiny)")
     options.add_argument("--sms", type=numbers, metavar="N,N", help="budgets that preset sms tries")
     options.add_argument("--dispatch-sms", type=positive, metavar="N", help="where the preset leaves it to the backend")
@@ -39,7 +37,6 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--iterations", type=positive, default=20, help="timed calls of each (default: %(default)s)")
     options.add_argument("--seconds", type=float, help="start no further workload after that many seconds")
-    add_options(options)
     add_domain_options(options)
     options.add_argument("--dry-run", action="store_true", help="print what would be measured, and stop")
     return options
