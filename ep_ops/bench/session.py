@@ -147,15 +147,16 @@ class Session(Run):
             "rows_expanded": list(calls.traffic.expanded),
             **timing.record(),
         }
-        medians = {how: t.median for how, t in (("steady_us", steady), ("graph_us", graph)) if t is not None}
-        result |= medians
+        others = {"steady_us": steady, "graph_us": graph}
+        result |= {key: timing.median for key, timing in others.items() if timing is not None}
         if op in self.errors:
             result |= {"error": self.errors[op], "correct": self.errors[op] <= MAX_ERROR}
         if same is not None:
             result |= {"graph_same": same, "correct": result.get("correct", True) and same}
         self.found["results"].append(result)
         self.save()
-        self.say(f"    {op}: " + ", ".join(f"{how} {us:.1f}" for how, us in {"us": timing.median, **medians}.items()))
+        kinds = {"us": "{:.1f} µs", "steady_us": "back to back {:.1f}", "graph_us": "in a graph {:.1f}"}
+        self.say(f"    {op}: " + ", ".join(text.format(result[key]) for key, text in kinds.items() if key in result))
 
     # ------------------------------------------------------------------ around it
 

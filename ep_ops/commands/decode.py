@@ -91,6 +91,11 @@ def _steps(comm: ep_ops.Communicator, options: Options) -> None:
 def _captured(comm: ep_ops.Communicator, model: nn.Module, x: Tensor):
     """Capture one step in place on ``x`` as a CUDA graph and return its replay."""
     comm.warmup()
+    side = torch.cuda.Stream(comm.device)
+    side.wait_stream(torch.cuda.current_stream(comm.device))
+    with torch.cuda.stream(side):
+        model(x)
+    torch.cuda.current_stream(comm.device).wait_stream(side)
     torch.cuda.synchronize(comm.device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
