@@ -126,6 +126,9 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     "across_pairs_small": lambda draw: throughput.across(
         Shape((1, 2, 1, 2), 3, 3, domains=((0, 2), (1, 3)), wire="nvshmem"), draw, known=False
     ),
+    "across_pairs_late": lambda draw: throughput.across(
+        Shape((1, 2, 1, 2), 3, 3, domains=((0, 2), (1, 3)), wire="nvshmem"), draw, known=False, late=True
+    ),
     "across_refused_small": lambda draw: throughput.refused(
         Shape((2, 2), 2, 2, domains=((0,), (1,)), wire="nvshmem"), draw
     ),

@@ -112,7 +112,7 @@ MUTATIONS = {
         "        came = Int64(0)\n",
     ),
     "pushed, at the stager": Mutation(
-        "across_pairs_small", SUMS, "    missing = Boolean(lane < p.most_copies and (copies >> lane) & 1 != 0)",
+        "across_pairs_late", SUMS, "    missing = Boolean(lane < p.most_copies and (copies >> lane) & 1 != 0)",
         "    missing = Boolean(False)",
     ),
     "pushed, at the owner": Mutation(

@@ -318,10 +318,11 @@ def steps(
         on.scaled_backward()
 
 
-def across(shape: Shape, draw: random.Random, times: int = 1, known: bool = True) -> None:
-    """Where there are several NVLink domains."""
+def across(shape: Shape, draw: random.Random, times: int = 1, known: bool = True, late: bool = False) -> None:
+    """Where there are several NVLink domains. `late`: one rank is."""
     on = Steps(shape, draw)
     for _ in range(times):
+        on.ranks.late = draw.randrange(len(shape.experts)) if late else None
         on.inputs()
         on.dispatch(known=False)
         if known:
