@@ -253,10 +253,14 @@ _TYPES: dict[type, str] = {Tensor: "a tensor", Route: "a Route, such as the fiel
 
 def wrong_type(name: str, given: object, allowed: type | str) -> TypeError:
     """Return the error for an argument that does not have the type ``allowed``, or the one that this text describes."""
-    text = allowed if isinstance(allowed, str) else _TYPES.get(allowed, f"a {allowed.__name__}")
-    if given is None:
-        return TypeError(f"{name} is None; allowed: {text}")
-    return TypeError(f"{name} is a {type(given).__name__}; allowed: {text}")
+    text = allowed if isinstance(allowed, str) else _TYPES.get(allowed) or _with_article(allowed)
+    found = "None" if given is None else _with_article(type(given))
+    return TypeError(f"{name} is {found}; allowed: {text}")
+
+
+def _with_article(kind: type) -> str:
+    name = kind.__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
 def check_types(allowed: type, **given: object) -> None:

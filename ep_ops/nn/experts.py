@@ -132,7 +132,7 @@ class Experts(nn.Module):
         Raises:
             TypeError, ValueError, RuntimeError: as for :meth:`ep_ops.Communicator.dispatch`.
         """
-        if shared is not None and not self.dynamic:
+        if self.splits(shared):
             *_, done = self.steps(x, topk_idx, topk_weights, max_tokens=max_tokens, shared=shared)
             assert done is not None
             return done if return_dropped else done.out
@@ -196,6 +196,10 @@ class Experts(nn.Module):
             raise
         out = self.comm.combine_wait(combine)
         yield Computed(out if added is None else out + added, received.dropped)
+
+    def splits(self, shared: Callable[[Tensor], Tensor] | None) -> bool:
+        """Return whether :meth:`forward` uses split operations, so that ``shared`` runs while rows are sent."""
+        return shared is not None and not self.dynamic
 
     def check_tokens(self, x: Tensor, max_tokens: int | None, *, split: bool, flight: int = 0) -> None:
         """Reject tokens with a wrong type, shape or dtype on all ranks, before a router or a shared expert reads them.

@@ -86,8 +86,7 @@ class MoELayer(nn.Module):
         Raises:
             TypeError, ValueError, RuntimeError: as for :meth:`ep_ops.Communicator.dispatch`.
         """
-        split = self.shared is not None and not self.experts.dynamic
-        self.experts.check_tokens(x, max_tokens, split=split)
+        self.experts.check_tokens(x, max_tokens, split=self.experts.splits(self.shared))
         topk_idx, topk_weights, logits = self.router(x)
         out, dropped = self.experts(
             x, topk_idx, topk_weights, max_tokens=max_tokens, shared=self.shared, return_dropped=True

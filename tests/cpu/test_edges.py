@@ -269,7 +269,7 @@ def test_records_are_not_the_tensors_that_they_hold() -> None:
                     with pytest.raises(TypeError, match=f"^{name} is a {kind}; allowed: a tensor"):
                         call(record)
             for call in of_lists:
-                with pytest.raises(TypeError, match=f"^lists is a {kind}; allowed: a ExpertLists"):
+                with pytest.raises(TypeError, match=f"^lists is a {kind}; allowed: an ExpertLists"):
                     call(record)
         with pytest.raises(TypeError, match="^weights is None; allowed: a tensor"):
             nn.weights_of_places(rows.weights, lists)

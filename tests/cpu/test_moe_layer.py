@@ -255,7 +255,7 @@ def test_nothing_stays_under_way_where_something_is_raised():
 
 
 def test_a_layer_needs_a_communicator() -> None:
-    with pytest.raises(TypeError, match="comm is a int; allowed: a Communicator"):
+    with pytest.raises(TypeError, match="comm is an int; allowed: a Communicator"):
         MoELayer(64, 8)  # type: ignore[arg-type]
 
 
