@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -52,11 +53,30 @@ def last(noted: Sequence[Sequence[Operation]]) -> tuple[tuple[int, ...], Tensor,
     """Return ``operations``, ``begun`` and ``waits`` of :class:`Stats` from the operations that each rank recorded."""
     by_number = [{operation.number: operation for operation in own} for own in noted]
     numbers = tuple(sorted(set(by_number[0]).intersection(*by_number[1:])))
-    times = torch.tensor([[own[n].begun for n in numbers] for own in by_number], dtype=torch.float64, device="cpu")
-    waits = torch.tensor([[own[n].waits for n in numbers] for own in by_number], dtype=torch.float64, device="cpu")
+    found = [[own[n] for n in numbers] for own in by_number]
+    times = torch.tensor([[one.begun for one in own] for own in found], dtype=torch.float64, device="cpu")
+    waits = torch.tensor([[one.waits for one in own] for own in found], dtype=torch.float64, device="cpu")
     if not numbers:
         return numbers, times, times.new_zeros(len(noted), len(noted), 0)
+    met = torch.tensor(
+        [[math.inf if one.met is None else one.met for one in own] for own in found], dtype=torch.float64, device="cpu"
+    )
+    times = times - _ahead(times, met)[:, None]
     return numbers, times - times.amin(0), waits.transpose(1, 2)
+
+
+def _ahead(begun: Tensor, met: Tensor) -> Tensor:
+    """Return how far the clock of each rank is ahead, [W] seconds, at most 0. The smallest corrections with which no
+    rank observes that others have begun before they begin.
+
+    Args:
+        begun: [W, N] when ranks began operations, each by its own clock.
+        met: [W, N] when each had observed that all had begun; infinity: unknown.
+    """
+    most = (met[:, None] - begun).amin(2)  # [r, s]: clock r is at most this far ahead of clock s
+    for via in range(len(most)):
+        most = torch.minimum(most, most[:, via, None] + most[via])
+    return most.amin(1).clamp(max=0)
 
 
 class Totals(NamedTuple):

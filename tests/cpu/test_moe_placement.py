@@ -226,8 +226,8 @@ def test_bytes_of_rows_of_several_sizes() -> None:
         assert not moe.stats().received.any()
 
 
-def noted(number: int, begun: float, waits: tuple[float, ...]) -> Operation:
-    return Operation(number, "dispatch", True, True, False, 8, "", False, begun, None, waits)
+def noted(number: int, begun: float, waits: tuple[float, ...], met: float | None = None) -> Operation:
+    return Operation(number, "dispatch", True, True, False, 8, "", False, begun, met, waits)
 
 
 def test_a_straggler_shows(tmp_path: Path) -> None:
@@ -261,6 +261,38 @@ def test_a_straggler_shows(tmp_path: Path) -> None:
         plot_begun(none, tmp_path / "none.svg")
     with pytest.raises(ValueError, match="no operations that all ranks have recorded"):
         plot_waits(none, tmp_path / "none.svg")
+
+
+def test_clocks_that_differ() -> None:
+    """Each rank's clock is ahead or behind by up to 5 ms. Times are exact to what a rank takes to observe that all have
+    begun, if each rank was once the last. Without corrections they would be wrong by milliseconds."""
+    draw = torch.Generator().manual_seed(cases.fresh_seed())
+    ranks, count, seen = 6, 12, 4e-6
+    begun = 100 + torch.rand((ranks, count), generator=draw, dtype=torch.float64) * 1e-3
+    begun[torch.arange(count) % ranks, torch.arange(count)] += 2e-3  # the last one
+    begun[4] += 1e-3
+    ahead = (torch.rand((ranks, 1), generator=draw, dtype=torch.float64) - 0.5) * 1e-2
+    met = begun.amax(0) + seen * torch.rand((ranks, count), generator=draw, dtype=torch.float64)
+    waits = (0.0,) * ranks
+
+    def found(ahead: torch.Tensor, met: torch.Tensor | None) -> torch.Tensor:
+        times = (begun + ahead).tolist()
+        seen = (met + ahead).tolist() if met is not None else [[None] * count] * ranks
+        ops = [[noted(n, times[r][n], waits, seen[r][n]) for n in range(count)] for r in range(ranks)]
+        return last(ops)[1]
+
+    truth = begun - begun.amin(0)
+    assert_close(found(ahead, met), truth, rtol=0, atol=2 * seen)
+    # Clocks that agree are not corrected, nor those of which nothing is known.
+    assert_close(found(torch.zeros(1), met), truth, rtol=0, atol=1e-9)
+    wrong = begun + ahead
+    assert_close(found(ahead, None), wrong - wrong.amin(0), rtol=0, atol=1e-9)
+    # A rank that is the last each time cannot tell others that its clock is behind: it appears less late than it is.
+    begun[0] = begun[1:].amax(0) + 1e-3
+    met = begun.amax(0) + seen
+    for behind in (-2e-3, 0.0, 2e-3):
+        late = found(torch.tensor([[behind], *[[0.0]] * (ranks - 1)]), met)
+        assert bool((late[0] >= late[1:].amax(0) - 2 * seen).all()) and bool((late >= 0).all())
 
 
 def test_ranges_have_names() -> None:
