@@ -53,6 +53,19 @@ def test_alone_the_memory_is_the_limit():
     assert two.scaled_sms(H200) == 2 * math.ceil(1.5 * busy * 3.7e12 / 14336 / (2 * (two.reached + 8) + 2) / 2) == 58
 
 
+def test_fast_memory_leaves_spare_blocks_to_sums():
+    """2 H200s, of 110 blocks: 26 push grouped rows, 18 to 22 token-major ones, 36 and about 30 sums in a format. Blocks
+    join them on a rank with more rows. 4 ranks and H100s are as they were."""
+    held = (128, 128)
+    fast, slow = (TokenTraffic.of(held, 8, *ROW, fast_memory=fast) for fast in (True, False))
+    found = [traffic.pushers(110) for traffic in (fast, fast.copies, fast.in_format(7392), fast.copies.in_format(7392))]
+    assert found == [26, 19, 36, 30] and [slow.pushers(110), slow.copies.pushers(110)] == [42, 29]
+    assert fast.joins and not slow.joins and fast.combine_sms(H200) == slow.combine_sms(H200)
+    four = TokenTraffic.of((64,) * 4, 8, *ROW, fast_memory=True)
+    assert [four.pushers(n) for n in (32, 64, 110)] == [EVEN[4].pushers(n) for n in (32, 64, 110)]
+    assert all(1 <= fast.pushers(n) < n and fast.pushers(n) <= slow.pushers(n) for n in range(2, 140))
+
+
 def test_few_blocks_are_shared_as_many_are():
     """19.9 push and 11.2 sum where there are enough of them: nearly two of three."""
     assert [EVEN[4].pushers(blocks) for blocks in (2, 3, 4, 8, 16, 32)] == [1, 2, 3, 5, 10, 20]

@@ -17,6 +17,7 @@ from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.budget import Budget
 from ep_ops.backends.cute.outputs import Outputs
+from ep_ops.backends.cute.row_format import row_format
 from ep_ops.backends.cute.sm_model import OperationSms, TokenTraffic, default_budget
 from ep_ops.backends.cute.throughput import ThroughputPath
 from ep_ops.records import Delivery, Route, Sizes
@@ -24,6 +25,7 @@ from ep_ops.records import Delivery, Route, Sizes
 TOKENS, SMS = 64, 132
 PROBLEM = Problem(2, (128, 128), 8, 7168, "bf16", TOKENS)
 TRAFFIC = TokenTraffic.of(PROBLEM.experts_per_rank, PROBLEM.top_k, PROBLEM.row_bytes, 4)
+FORMATS = ("", ""), ("e4m3/128/pow2", "packed"), ("e4m3/128/pow2", "columns"), ("wire:e4m3/32/mx", "")
 X, IDX = torch.zeros(TOKENS, 7168, dtype=torch.bfloat16), torch.zeros(TOKENS, 8, dtype=torch.int32)
 
 
@@ -81,9 +83,22 @@ def test_concurrent_combines_take_what_they_need(monkeypatch: pytest.MonkeyPatch
         assert aside.pushing(copies, TOKENS, True)["blocks"] == 70
 
 
+@pytest.mark.parametrize("fast", [False, True], ids=["slow", "fast"])
+def test_rows_in_a_format_are_fetched_by_more_blocks(fast: bool) -> None:
+    """Most of all with packed scales and fast memory. A budget that was set is taken."""
+    budget, traffic = default_budget(TRAFFIC, SMS, 100, None, None), dataclasses.replace(TRAFFIC, fast_memory=fast)
+    sms = OperationSms(PROBLEM, budget, traffic, SMS)
+    of = [sms.pulling(traffic, row_format(Delivery(None, name, layout))) for name, layout in FORMATS]
+    assert of == [48, 66 if fast else 60, 60, 60] and max(of) <= budget.most_dispatch
+    with budget.changed(20, None):
+        assert {sms.pulling(traffic, row_format(Delivery(None, name, layout))) for name, layout in FORMATS} == {20}
+    aside = OperationSms(PROBLEM, budget, traffic, SMS, aside=True)
+    assert aside.pulling(traffic, row_format(Delivery(None, *FORMATS[1]))) == 48
+
+
 def test_ranks_with_more_rows_push_with_more_blocks() -> None:
-    """With all that need not sum; across domains, with a small budget, and where owners add rows, with no more than
-    others."""
+    """With all that need not sum; across domains, with a small budget, and where owners add rows and memory is slow,
+    with no more than others."""
     problem = dataclasses.replace(PROBLEM, world_size=4, experts_per_rank=(64,) * 4)
     traffic = TokenTraffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes, 4)
 
@@ -95,6 +110,8 @@ def test_ranks_with_more_rows_push_with_more_blocks() -> None:
     assert joining(traffic, budget) == 110 - pushers - traffic.summers > 0
     assert joining(traffic, budget, False) == joining(dataclasses.replace(traffic, across=True), budget) == 0
     assert joining(TRAFFIC, budget) == 0
+    fast = dataclasses.replace(TRAFFIC, fast_memory=True)
+    assert joining(fast, budget) == 110 - fast.pushers(110) - fast.summers > 40
     with budget.changed(None, 16):
         assert joining(traffic, budget) == 0
 

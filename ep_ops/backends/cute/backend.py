@@ -42,7 +42,7 @@ from .launcher import Launcher
 from .outputs import Outputs
 from .row_format import row_format
 from .sizing import across, heap_of, problem_of, rows_bytes, token_bound
-from .sm_model import TokenTraffic, default_budget, most_pulling
+from .sm_model import TokenTraffic, default_budget, has_fast_memory, most_pulling
 from .streams import Flights, Given
 from .throughput import ThroughputPath, kernels_of
 
@@ -97,7 +97,8 @@ class CuteBackend:
         self._side_launcher = Launcher(*place, rest, self._flights.side.raw, self._course)
         sms = self._launcher.multiprocessors
         slices = Slices(problem.row_bytes, problem.dtype).slices
-        traffic = TokenTraffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes, slices, self._across)
+        of = problem.experts_per_rank, problem.top_k, problem.row_bytes, slices
+        traffic = TokenTraffic.of(*of, self._across, has_fast_memory(member.device))
         self.budget = default_budget(traffic, sms, most_pulling(problem, sms), config.dispatch_sms, config.combine_sms)
         outputs = Outputs(problem, member.num_local_experts, member.device)
         self._latency_tokens = token_bound(config, problem) or -1  # a call's bound may be 0

@@ -12,8 +12,9 @@ as many, SMs and link would wait for each other alternately. The rest of the GPU
 ranks an operation uses at most half of the GPU. A combine that does not run concurrently with computation takes more
 (`ADDING_SHARE`).
 
-Rates were measured on H200s (18 links of NVLink 4, 132 SMs). On other GPUs they are a starting point: measure, and set
-the numbers (`dispatch_sms`, `combine_sms`, `Communicator.sm_budget`).
+Rates were measured on H200s (18 links of NVLink 4, 132 SMs). H100s have the same links and slower memory, which changes
+how a combine divides its SMs, and how many dispatch rows in a format (`fast_memory`). On other GPUs the numbers are a
+starting point: measure, and set them (`dispatch_sms`, `combine_sms`, `Communicator.sm_budget`).
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from cute_kernels.heap import RING_BYTES, SEND, Problem
 
 from ..budget import Budget
+from .row_format import RowFormat
 
 PULL = 320e9
 """Bytes per second that a rank fetches from its peers by bulk copies of rows, in one direction."""
@@ -36,6 +40,8 @@ PUSH = 331e9
 each rank."""
 MEMORY = 3.7e12
 """Bytes per second that a GPU reads and writes in its memory while it copies x to staging."""
+FAST_MEMORY = 4.5e12
+"""Bytes per second from which on memory counts as fast, by its clock and width: 4.8e12 on H200s, 3.35e12 on H100s."""
 COPY_SM = 80e9
 """Bytes per second that an SM moves in and out by bulk copies (with 8 to 16 SMs, which do not fill the link)."""
 UNDER_WAY = 2.3e6
@@ -54,12 +60,23 @@ Estimated from the numbers of instructions; not measured."""
 ADDING_SHARE = 5 / 6
 """Share of the GPU for a combine that does not run concurrently with computation. 2 H100s, 4096 tokens: grouped rows
 took 277 us with 80 SMs, 262 with 98, 253 with 112 and 120, and with 60 between 257 and 302 us, depending on how many of
-them push; token-major rows 180 to 185 us with 98 to 120. On 2 and 4 H200s 96 SMs took at most 2 % longer than
-fewer; more are not measured there."""
+them push; token-major rows 180 to 185 us with 98 to 120. On 2 H200s grouped rows took 200, 200 and 199 us with 110, 120
+and 132. On 4 H200s 96 SMs took at most 2 % longer than fewer; more are not measured there."""
 SURPLUS_SHARE = 3 / 7
-"""Share of the GPU for a dispatch on a rank with more rows, and of rows in a format, which are short and have scales to
-store. 2 H100s, 4096 tokens, with at most 66, 60, 56 and 52 SMs: 1.93 times the mean rows on one rank took 433, 427, 424
-and 422 us, rows in a format 154, 150, 151 and 152 us."""
+"""Share of the GPU for a dispatch on a rank with more rows. 2 H100s, 4096 tokens: with at most 66, 60, 56 and 52 SMs,
+1.93 times the mean rows on one rank took 433, 427, 424 and 422 us; on 2 H200s 334, 330, 326 and 337 us."""
+FORMAT_SHARE, PACKED_SHARE = 5 / 11, 1 / 2
+"""Share of the GPU for a dispatch of rows in a format, which are short and have scales to store; the second if scales
+are packed and memory is fast. 2 H200s, 4096 tokens, 56, 60, 66, 72 and 80 SMs: packed scales 141, 140, 137, 137 and 138
+us, along a known route 132, 132, 133, 136 and 140 us; scales in columns 151, 149, 154, 155 and 155 us. 2 H100s, 52, 56,
+60 and 66 SMs: 152, 151, 150 and 154 us."""
+SPARE_SHARE, SPARE_TWO, SPARE_GROUPED = 1 / 4, 1 / 8, 1 / 32
+"""Share of the blocks beyond those that a combine needs which push as well, in case the link is faster than in this
+model or more rows cross it; the others sum. The second is for two ranks with fast memory, the third for rows of these
+that are grouped by expert and sent in no format. 2 H200s, 4096 tokens of 14 KiB, with so many of 110 blocks: weighted
+rows grouped by expert 203 (24 blocks), 200 (26), 202 (28), 204 (30), 213 (36), 217 us (42); token-major 182 (14), 178
+(18), 179 (22), 181 us (29); in the format wire:e4m3/32/mx grouped 208 (30), 186 (36), 189 us (42), token-major 115, 121
+and 125 us."""
 GATHER_SM = 68e9
 """Bytes per second that an SM of a gathering combine fetches and writes (8 SMs, which nearly saturate the link)."""
 SCALE_SLICE = 90e-9
@@ -87,8 +104,8 @@ over NVSHMEM, 4096 tokens: if 32, 36, 40 and 48 of 128 blocks push, a combine ta
 @dataclass(frozen=True)
 class TokenTraffic:
     """Average rows that a rank moves for each token of a rank, their size, and their number of slices in a combine.
-    `across`: there are several NVLink domains. `sum_bytes`: bytes of a sum of a combine if sums are sent in a format;
-    else 0."""
+    `across`: there are several NVLink domains. `fast_memory`: see :func:`has_fast_memory`. `sum_bytes`: bytes of a sum
+    of a combine if sums are sent in a format; else 0."""
 
     ranks: int
     reached: float
@@ -97,18 +114,21 @@ class TokenTraffic:
     row_bytes: int
     slices: int
     across: bool = False
+    fast_memory: bool = False
     sum_bytes: int = 0
 
     @staticmethod
     def of(
-        experts_per_rank: Sequence[int], top_k: int, row_bytes: int, slices: int, across: bool = False
-    ) -> TokenTraffic:
+        experts_per_rank: Sequence[int], top_k: int, row_bytes: int, slices: int, across: bool = False,
+        fast_memory: bool = False,
+    ) -> TokenTraffic:  # fmt: skip
         """Return the traffic of tokens that each choose `top_k` different experts, all equally likely."""
         experts = sum(experts_per_rank)
         chosen = min(top_k, experts)
         missed = [math.comb(experts - held, chosen) / math.comb(experts, chosen) for held in experts_per_rank]
         reached = len(missed) - sum(missed)
-        return TokenTraffic(len(missed), reached, reached * (1 - 1 / len(missed)), chosen, row_bytes, slices, across)
+        crossing = reached * (1 - 1 / len(missed))
+        return TokenTraffic(len(missed), reached, crossing, chosen, row_bytes, slices, across, fast_memory)
 
     @property
     def copies(self) -> TokenTraffic:
@@ -160,18 +180,31 @@ class TokenTraffic:
         return self._enough(SCALE_HEADROOM * busy / seconds, sms)
 
     def pushers(self, blocks: int) -> int:
-        """Return how many of a combine's blocks (at least 2) push; the others sum. A quarter of the blocks beyond those
-        needed push, in case the GPU's link is faster than the model's, or more data crosses it. If owners add the rows
-        of their own rank, and a copy has several, memory limits both kinds of blocks, and they share the GPU as they
-        share the rows."""
+        """Return how many of a combine's blocks (at least 2) push: those needed, and a share of the spare ones. If slow
+        memory limits both kinds of blocks, they share the GPU as they share the rows."""
         if self.across:
             share = ACROSS_ENCODING if self.sum_bytes else ACROSS_PUSHING
             return max(1, min(blocks - 1, round(blocks * share)))
         share = round(blocks * self._pushing / (self._pushing + self._summing))
-        if not self.adds_own or self.rows < 2 * self.reached:
-            beyond = blocks - math.ceil(self._pushing + self._summing)
-            share = min(share, math.ceil(self._pushing) + max(0, beyond) // 4)
+        if not self._memory_limits:
+            spare = max(0, blocks - math.ceil(self._pushing + self._summing))
+            share = min(share, math.ceil(self._pushing) + int(spare * self._spare_share))
         return max(1, min(blocks - 1, share))
+
+    @property
+    def _memory_limits(self) -> bool:
+        """Whether slow memory limits a combine: owners add the rows of their own rank, and a copy has several."""
+        return self.adds_own and self._grouped and not self.fast_memory
+
+    @property
+    def _grouped(self) -> bool:
+        return self.rows >= 2 * self.reached
+
+    @property
+    def _spare_share(self) -> float:
+        if not (self.adds_own and self.fast_memory):
+            return SPARE_SHARE
+        return SPARE_GROUPED if self._grouped and not self.sum_bytes else SPARE_TWO
 
     @property
     def summers(self) -> int:
@@ -184,10 +217,10 @@ class TokenTraffic:
         return self.ranks == 2 and not self.across
 
     @property
-    def pushes_all(self) -> bool:
-        """Whether all rows of a combine are added by blocks that push. Otherwise a rank with more rows has more for the
-        blocks that sum, too, and none of them joins those that push."""
-        return not self.across and not self.adds_own
+    def joins(self) -> bool:
+        """Whether blocks that sum join those that push in a combine on a rank with more rows. Where slow memory limits
+        both, and across NVLink domains, none does: such a rank has more for those that sum, too."""
+        return not self.across and (self.fast_memory or not self.adds_own)
 
     @property
     def _sent(self) -> float:
@@ -238,6 +271,12 @@ def default_budget(
     )  # fmt: skip
 
 
+def has_fast_memory(device: torch.device) -> bool:
+    """Return whether a GPU's memory is fast: two transfers a cycle."""
+    gpu = torch.cuda.get_device_properties(device)
+    return 2 * 1e3 * gpu.memory_clock_rate * gpu.memory_bus_width / 8 >= FAST_MEMORY
+
+
 class OperationSms:
     """How many SMs each throughput operation takes: what the budget allows, as far as the model says that its rows need
     them.
@@ -277,11 +316,14 @@ class OperationSms:
         needed = self._aside and self.budget.modelled[1]
         return min(most, traffic.combine_sms(self._sms)) if needed else most
 
-    def pulling(self, traffic: TokenTraffic, in_format: bool) -> int:
-        """Return the SMs that fetch rows. Rows in a format are short and have scales to store, so they use as many as a
-        rank with more rows, unless a budget was set."""
-        more = min(self.beyond, self.budget.most_dispatch) if in_format else 0
-        return max(self.dispatch(traffic), more)
+    def pulling(self, traffic: TokenTraffic, how: RowFormat) -> int:
+        """Return the SMs that fetch rows. Rows in a format use more, unless a budget was set, and at least as many as a
+        rank with more rows."""
+        more = 0
+        if how.format and self.beyond:
+            packed = how.layout == "packed" and traffic.fast_memory
+            more = max(self.beyond, int(self._sms * (PACKED_SHARE if packed else FORMAT_SHARE)))
+        return max(self.dispatch(traffic), min(more, self.budget.most_dispatch))
 
     def pushing(self, traffic: TokenTraffic, tokens: int, rows: bool) -> dict[str, int]:
         """Return the number of blocks of a combine of that traffic, and how many of them push: always, and in addition
@@ -291,7 +333,7 @@ class OperationSms:
         return {
             "pushers": pushers,
             "expected": traffic.expected(tokens, SEND),
-            "joining": max(0, blocks - pushers - traffic.summers) if rows and traffic.pushes_all else 0,
+            "joining": max(0, blocks - pushers - traffic.summers) if rows and traffic.joins else 0,
             "blocks": blocks,
         }
 

@@ -215,7 +215,7 @@ class ThroughputPath:
         capacity, alignment, slots, max_tokens, layout = sizes
         token_major = layout == TOKEN_MAJOR
         traffic = self.sms.traffic_of(capacity, tokens, token_major)
-        pulling = self.sms.pulling(traffic, bool(how.format))
+        pulling = self.sms.pulling(traffic, how)
         beyond = max(0, self.sms.beyond - pulling) if pulling > 1 else 0
         # A grid that may join has one block in any case.
         dealt, joining = (pulling - 1, 1 + beyond) if beyond else (pulling, 0)
@@ -254,7 +254,7 @@ class ThroughputPath:
         """Dispatch along a known route into `received`."""
         how, weighted, token_major = row_format(delivery), topk_weights is not None, route.layout == TOKEN_MAJOR
         traffic = self.sms.traffic_of(route.num_rows, x.shape[0], token_major)
-        pulling = self.sms.pulling(traffic, bool(how.format))
+        pulling = self.sms.pulling(traffic, how)
         recv_x, recv_scales, recv_weights = received
         joining = max(0, self.sms.beyond - pulling)
         whole = self.rounds(route.max_tokens) == 1
