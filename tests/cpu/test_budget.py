@@ -17,6 +17,10 @@ ROW = 14336, 4  # bytes, slices
 EVEN = {world_size: TokenTraffic.of((256 // world_size,) * world_size, 8, *ROW) for world_size in (1, 2, 4, 8, 16)}
 
 
+def pushers(traffic: TokenTraffic, blocks: int, tokens: int = 4096) -> int:
+    return traffic.pushers(blocks, tokens)
+
+
 def test_rows_of_a_token():
     assert TokenTraffic.of((8,), 2, 16, 1) == TokenTraffic(1, 1, 0, 2, 16, 1)
     assert TokenTraffic.of((1, 1, 1, 1), 1, 32, 3) == TokenTraffic(4, 1, 0.75, 1, 32, 3)
@@ -33,11 +37,11 @@ def test_what_was_measured_to_be_enough():
     assert (traffic.dispatch_sms(H200), traffic.combine_sms(H200), traffic.gather_sms(H200)) == (22, 32, 10)
     assert EVEN[2].dispatch_sms(H200) == 48 and 58 <= EVEN[2].combine_sms(H200) <= 66
     assert [EVEN[n].most_combine_sms(H200) for n in (1, 2, 4)] == [EVEN[1].combine_sms(H200), 110, 110]
-    assert traffic.pushers(32) == 20 and traffic.pushers(64) == 28 and 42 <= EVEN[2].pushers(112) <= 46
+    assert pushers(traffic, 32) == 20 and pushers(traffic, 64) == 28 and 42 <= pushers(EVEN[2], 112) <= 46
     assert 42 <= traffic.scaled_sms(H200) <= 46 and 56 <= EVEN[2].scaled_sms(H200) <= 66
     assert TokenTraffic.of((64,) * 4, 1, *ROW).dispatch_sms(H200) == 20  # few rows, of which enough must be under way
     short = TokenTraffic.of((64,) * 4, 8, 4096, 1)
-    assert 32 <= short.combine_sms(H200) <= 36 and 20 <= short.pushers(36) <= 22
+    assert 32 <= short.combine_sms(H200) <= 36 and 20 <= pushers(short, 36) <= 22
 
 
 def test_alone_the_memory_is_the_limit():
@@ -54,21 +58,23 @@ def test_alone_the_memory_is_the_limit():
 
 
 def test_fast_memory_leaves_spare_blocks_to_sums():
-    """2 H200s, of 110 blocks: 26 push grouped rows, 18 to 22 token-major ones, 36 and about 30 sums in a format. Blocks
-    join them on a rank with more rows. 4 ranks and H100s are as they were."""
+    """2 H200s, of 110 blocks: 26 push grouped rows, 18 to 22 token-major ones, 36 and about 30 sums in a format. Of few
+    tokens 34 to 42 push. Blocks join them on a rank with more rows. 4 ranks and H100s are as they were."""
     held = (128, 128)
     fast, slow = (TokenTraffic.of(held, 8, *ROW, fast_memory=fast) for fast in (True, False))
-    found = [traffic.pushers(110) for traffic in (fast, fast.copies, fast.in_format(7392), fast.copies.in_format(7392))]
-    assert found == [26, 19, 36, 30] and [slow.pushers(110), slow.copies.pushers(110)] == [42, 29]
+    formatted = fast.in_format(7392)
+    found = [pushers(traffic, 110) for traffic in (fast, fast.copies, formatted, formatted.copies)]
+    assert found == [26, 19, 36, 30] and [pushers(slow, 110), pushers(slow.copies, 110)] == [42, 29]
+    assert [pushers(fast, 110, n) for n in (64, 2048, 2049)] == [36, 36, 26] and pushers(fast.copies, 110, 2048) == 29
     assert fast.joins and not slow.joins and fast.combine_sms(H200) == slow.combine_sms(H200)
     four = TokenTraffic.of((64,) * 4, 8, *ROW, fast_memory=True)
-    assert [four.pushers(n) for n in (32, 64, 110)] == [EVEN[4].pushers(n) for n in (32, 64, 110)]
-    assert all(1 <= fast.pushers(n) < n and fast.pushers(n) <= slow.pushers(n) for n in range(2, 140))
+    assert [pushers(four, n) for n in (32, 64, 110)] == [pushers(EVEN[4], n) for n in (32, 64, 110)]
+    assert all(1 <= pushers(fast, n) < n and pushers(fast, n) <= pushers(slow, n) for n in range(2, 140))
 
 
 def test_few_blocks_are_shared_as_many_are():
     """19.9 push and 11.2 sum where there are enough of them: nearly two of three."""
-    assert [EVEN[4].pushers(blocks) for blocks in (2, 3, 4, 8, 16, 32)] == [1, 2, 3, 5, 10, 20]
+    assert [pushers(EVEN[4], blocks) for blocks in (2, 3, 4, 8, 16, 32)] == [1, 2, 3, 5, 10, 20]
 
 
 def test_what_is_asked_for_is_what_is_taken():
@@ -104,7 +110,7 @@ def test_every_gpu_has_blocks_for_everything(experts, top_k, sms):
     if len(experts) > 1:
         assert max(traffic.dispatch_sms(sms), traffic.combine_sms(sms)) <= sms // 2, "the rest is for computation"
     for blocks in range(2, 140):
-        assert 1 <= traffic.pushers(blocks) < blocks
+        assert 1 <= pushers(traffic, blocks) < blocks
 
 
 def now(budget: Budget) -> tuple[int, int]:

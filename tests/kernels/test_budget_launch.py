@@ -60,7 +60,7 @@ def test_blocks_follow_the_rows_that_there_is_room_for(monkeypatch: pytest.Monke
     copies = TokenTraffic.of((1, 1), 2, PROBLEM.row_bytes, 4)
     found = blocks_of(monkeypatch, True, (None, None))
     assert [given[0] for given in found] == [29, 30, 30, 110, 110] and copies.dispatch_sms(SMS) == 30
-    assert [given[1] for given in found[3:]] == [29, 29] and copies.pushers(110) == 29
+    assert [given[1] for given in found[3:]] == [29, 29] and copies.pushers(110, TOKENS) == 29
     assert [given[1] for given in found[:3]] == pytest.approx([4 * TOKENS] * 3, rel=0.01)
 
 
@@ -106,12 +106,12 @@ def test_ranks_with_more_rows_push_with_more_blocks() -> None:
         return OperationSms(problem, budget, traffic, SMS).pushing(traffic, TOKENS, rows)["joining"]
 
     budget = default_budget(traffic, SMS, 100, None, None)
-    pushers = traffic.pushers(110)
+    pushers = traffic.pushers(110, TOKENS)
     assert joining(traffic, budget) == 110 - pushers - traffic.summers > 0
     assert joining(traffic, budget, False) == joining(dataclasses.replace(traffic, across=True), budget) == 0
     assert joining(TRAFFIC, budget) == 0
     fast = dataclasses.replace(TRAFFIC, fast_memory=True)
-    assert joining(fast, budget) == 110 - fast.pushers(110) - fast.summers > 40
+    assert joining(fast, budget) == 110 - fast.pushers(110, TOKENS) - fast.summers > 30
     with budget.changed(None, 16):
         assert joining(traffic, budget) == 0
 
@@ -120,6 +120,6 @@ def test_sums_in_a_format_are_pushed_by_more_blocks() -> None:
     """Two ranks: owners add their own rows. Encoding takes longer than rounding, and the link less time."""
     in_format = TRAFFIC.in_format(7616)
     assert TRAFFIC.adds_own and in_format.adds_own
-    assert TRAFFIC.pushers(110) < in_format.pushers(110)
+    assert TRAFFIC.pushers(110, TOKENS) < in_format.pushers(110, TOKENS)
     assert all(Combine(PROBLEM, True, True, False, format=form).adds_own for form in ("", "e4m3/32/mx"))
     assert not Combine(dataclasses.replace(PROBLEM, world_size=1, experts_per_rank=(256,)), True, True, False).adds_own

@@ -162,7 +162,7 @@ def test_blocks() -> None:
     assert kernel.sum_bytes == 4 * 64 + 7168 and traffic.in_format(0) is traffic
     plain, more = traffic.combine_sms(SMS), quantized.combine_sms(SMS)
     assert plain < more == SMS // 2
-    assert quantized.pushers(110) > traffic.pushers(110)
+    assert quantized.pushers(110, 64) > traffic.pushers(110, 64)
     for budget, want in ((Budget(20, 30), 30), (default_budget(traffic, SMS, 100, None, None), 110)):
         pushing = OperationSms(LARGE, budget, traffic, SMS).pushing(quantized, 64, True)
-        assert (pushing["blocks"], pushing["pushers"]) == (want, quantized.pushers(want))
+        assert (pushing["blocks"], pushing["pushers"]) == (want, quantized.pushers(want, 64))

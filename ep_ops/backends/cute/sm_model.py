@@ -70,13 +70,15 @@ FORMAT_SHARE, PACKED_SHARE = 5 / 11, 1 / 2
 are packed and memory is fast. 2 H200s, 4096 tokens, 56, 60, 66, 72 and 80 SMs: packed scales 141, 140, 137, 137 and 138
 us, along a known route 132, 132, 133, 136 and 140 us; scales in columns 151, 149, 154, 155 and 155 us. 2 H100s, 52, 56,
 60 and 66 SMs: 152, 151, 150 and 154 us."""
+MANY_TOKENS = 2048
 SPARE_SHARE, SPARE_TWO, SPARE_GROUPED = 1 / 4, 1 / 8, 1 / 32
 """Share of the blocks beyond those that a combine needs which push as well, in case the link is faster than in this
-model or more rows cross it; the others sum. The second is for two ranks with fast memory, the third for rows of these
-that are grouped by expert and sent in no format. 2 H200s, 4096 tokens of 14 KiB, with so many of 110 blocks: weighted
-rows grouped by expert 203 (24 blocks), 200 (26), 202 (28), 204 (30), 213 (36), 217 us (42); token-major 182 (14), 178
-(18), 179 (22), 181 us (29); in the format wire:e4m3/32/mx grouped 208 (30), 186 (36), 189 us (42), token-major 115, 121
-and 125 us."""
+model or more rows cross it; the others sum. The second is for two ranks with fast memory and more than `MANY_TOKENS`
+tokens each, the third for rows of these that are grouped by expert and sent in no format. 2 H200s, 4096 tokens of 14
+KiB, with so many of 110 blocks: weighted rows grouped by expert 203 (24 blocks), 200 (26), 202 (28), 204 (30), 213
+(36), 217 us (42); token-major 182 (14), 178 (18), 179 (22), 181 us (29); in the format wire:e4m3/32/mx grouped 208
+(30), 186 (36), 189 us (42), token-major 115, 121 and 125 us. Fewer tokens need more blocks: weighted rows of 2048, 1024
+and 512 tokens 120, 78 and 53 us (26), 121, 72 and 48 us (34), 124, 75 and 48 us (42)."""
 GATHER_SM = 68e9
 """Bytes per second that an SM of a gathering combine fetches and writes (8 SMs, which nearly saturate the link)."""
 SCALE_SLICE = 90e-9
@@ -179,16 +181,16 @@ class TokenTraffic:
         busy = (self.rows + self.reached / 2) * self.slices * SCALE_SLICE
         return self._enough(SCALE_HEADROOM * busy / seconds, sms)
 
-    def pushers(self, blocks: int) -> int:
-        """Return how many of a combine's blocks (at least 2) push: those needed, and a share of the spare ones. If slow
-        memory limits both kinds of blocks, they share the GPU as they share the rows."""
+    def pushers(self, blocks: int, tokens: int) -> int:
+        """Return how many of the blocks (at least 2) of a combine push: those needed, and a share of the spare ones. If
+        slow memory limits both kinds of blocks, they share the GPU as they share the rows. `tokens`: of a rank."""
         if self.across:
             share = ACROSS_ENCODING if self.sum_bytes else ACROSS_PUSHING
             return max(1, min(blocks - 1, round(blocks * share)))
         share = round(blocks * self._pushing / (self._pushing + self._summing))
         if not self._memory_limits:
             spare = max(0, blocks - math.ceil(self._pushing + self._summing))
-            share = min(share, math.ceil(self._pushing) + int(spare * self._spare_share))
+            share = min(share, math.ceil(self._pushing) + int(spare * self._spare_share(tokens)))
         return max(1, min(blocks - 1, share))
 
     @property
@@ -200,9 +202,8 @@ class TokenTraffic:
     def _grouped(self) -> bool:
         return self.rows >= 2 * self.reached
 
-    @property
-    def _spare_share(self) -> float:
-        if not (self.adds_own and self.fast_memory):
+    def _spare_share(self, tokens: int) -> float:
+        if not (self.adds_own and self.fast_memory and tokens > MANY_TOKENS):
             return SPARE_SHARE
         return SPARE_GROUPED if self._grouped and not self.sum_bytes else SPARE_TWO
 
@@ -329,7 +330,7 @@ class OperationSms:
         """Return the number of blocks of a combine of that traffic, and how many of them push: always, and in addition
         on a rank with more rows. Without `rows` (of weights alone) there are none of the latter."""
         blocks = self.combine(traffic)
-        pushers = traffic.pushers(blocks)
+        pushers = traffic.pushers(blocks, tokens)
         return {
             "pushers": pushers,
             "expected": traffic.expected(tokens, SEND),
