@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import toy
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ep_ops.backends.budget import ANY, Budget
-from ep_ops.backends.cute.sm_model import TokenTraffic, default_budget
+from ep_ops.backends.cute.sm_model import TokenTraffic, default_budget, has_fast_memory
 
 H200 = 132
 ROW = 14336, 4  # bytes, slices
@@ -70,6 +71,14 @@ def test_fast_memory_leaves_spare_blocks_to_sums():
     four = TokenTraffic.of((64,) * 4, 8, *ROW, fast_memory=True)
     assert [pushers(four, n) for n in (32, 64, 110)] == [pushers(EVEN[4], n) for n in (32, 64, 110)]
     assert all(1 <= pushers(fast, n) < n and pushers(fast, n) <= pushers(slow, n) for n in range(2, 140))
+
+
+@pytest.mark.parametrize(("clock", "bits", "fast"), [(3_201_000, 6016, True), (2_619_000, 5120, False), (0, 0, False)])
+def test_memory_is_fast_by_its_clock_and_width(clock, bits, fast, monkeypatch):
+    """As H200s and H100s, and a GPU that does not tell."""
+    properties = SimpleNamespace(memory_clock_rate=clock, memory_bus_width=bits)  # kHz
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert has_fast_memory(torch.device("cuda", 0)) is fast
 
 
 def test_few_blocks_are_shared_as_many_are():
