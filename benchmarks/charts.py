@@ -57,7 +57,7 @@ def draw(shown: Chart, path: Path) -> None:
     figure = plt.figure(figsize=(6, 6.2), layout="constrained")
     upper, lower = figure.subfigures(2, 1)
     bars = upper.subplots()
-    axes = lower.subplots(1, len(shown["decode"]), squeeze=False)[0]
+    axes = lower.subplots(1, len(shown["decode"]))
     labels, names = list(shown["bars"]), list(next(iter(shown["bars"].values())))
     height = 0.8 / len(names)
     for number, name in enumerate(names):

@@ -232,8 +232,8 @@ class StartedCombine(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """A rank's record of an operation. Times are in seconds of its GPU's clock, which follows the host's only roughly:
-    those of two GPUs of one host were found to differ by a millisecond."""
+    """A rank's record of an operation. Times are in seconds of its GPU's clock. Clocks of GPUs may differ, also
+    within a host."""
 
     number: int  # its number on the communicator, starting at 1
     kind: str  # the operator

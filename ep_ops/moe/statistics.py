@@ -66,8 +66,10 @@ def last(noted: Sequence[Sequence[Operation]]) -> tuple[tuple[int, ...], Tensor,
 
 
 def _ahead(begun: Tensor, met: Tensor) -> Tensor:
-    """Return how far the clock of each rank is ahead, [W] seconds, at most 0. The smallest corrections with which no
-    rank observes that others have begun before they begin.
+    """Return how far the clock of each rank is ahead of a common clock, [W] seconds; none is positive.
+
+    Records leave a range of possible values. Return those that correct each clock least: with them no rank observes
+    that all have begun before each of them has.
 
     Args:
         begun: [W, N] when ranks began operations, each by its own clock.

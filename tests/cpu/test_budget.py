@@ -60,7 +60,7 @@ def test_alone_the_memory_is_the_limit():
 
 def test_fast_memory_leaves_spare_blocks_to_sums():
     """2 H200s, of 110 blocks: 26 push grouped rows, 18 to 22 token-major ones, 36 and about 30 sums in a format. Of few
-    tokens 34 to 42 push. Blocks join them on a rank with more rows. 4 ranks and H100s are as they were."""
+    tokens 34 to 42 push. Blocks join them on a rank with more rows. With 4 ranks the memory's speed changes nothing."""
     held = (128, 128)
     fast, slow = (TokenTraffic.of(held, 8, *ROW, fast_memory=fast) for fast in (True, False))
     formatted = fast.in_format(7392)

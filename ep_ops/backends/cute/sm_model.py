@@ -13,8 +13,8 @@ ranks an operation uses at most half of the GPU. A combine that does not run con
 (`ADDING_SHARE`).
 
 Rates were measured on H200s (18 links of NVLink 4, 132 SMs). H100s have the same links and slower memory, which changes
-how a combine divides its SMs, and how many dispatch rows in a format (`fast_memory`). On other GPUs the numbers are a
-starting point: measure, and set them (`dispatch_sms`, `combine_sms`, `Communicator.sm_budget`).
+how a combine divides its SMs, and how many SMs a dispatch of rows in a format takes (`fast_memory`). On other GPUs the
+numbers are a starting point: measure, and set them (`dispatch_sms`, `combine_sms`, `Communicator.sm_budget`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ each rank."""
 MEMORY = 3.7e12
 """Bytes per second that a GPU reads and writes in its memory while it copies x to staging."""
 FAST_MEMORY = 4.5e12
-"""Bytes per second from which on memory counts as fast, by its clock and width: 4.8e12 on H200s, 3.35e12 on H100s."""
+"""Bytes per second from which on memory counts as fast. H200s have 4.8e12, H100s 3.35e12."""
 COPY_SM = 80e9
 """Bytes per second that an SM moves in and out by bulk copies (with 8 to 16 SMs, which do not fill the link)."""
 UNDER_WAY = 2.3e6
@@ -200,9 +200,11 @@ class TokenTraffic:
 
     @property
     def _grouped(self) -> bool:
+        """Whether a copy has several rows."""
         return self.rows >= 2 * self.reached
 
     def _spare_share(self, tokens: int) -> float:
+        """Return the share of the spare blocks that push."""
         if not (self.adds_own and self.fast_memory and tokens > MANY_TOKENS):
             return SPARE_SHARE
         return SPARE_GROUPED if self._grouped and not self.sum_bytes else SPARE_TWO
@@ -273,7 +275,8 @@ def default_budget(
 
 
 def has_fast_memory(device: torch.device) -> bool:
-    """Return whether a GPU's memory is fast: two transfers a cycle."""
+    """Return whether a GPU's memory is fast (`FAST_MEMORY`): its clock in kHz, with two transfers a cycle, times its
+    bus width in bits."""
     gpu = torch.cuda.get_device_properties(device)
     return 2 * 1e3 * gpu.memory_clock_rate * gpu.memory_bus_width / 8 >= FAST_MEMORY
 
