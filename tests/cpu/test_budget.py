@@ -75,7 +75,7 @@ def test_fast_memory_leaves_spare_blocks_to_sums():
 
 @pytest.mark.parametrize(("clock", "bits", "fast"), [(3_201_000, 6016, True), (2_619_000, 5120, False), (0, 0, False)])
 def test_memory_is_fast_by_its_clock_and_width(clock, bits, fast, monkeypatch):
-    """As H200s and H100s, and a GPU that does not tell."""
+    """The values of H200s and H100s, and those of a GPU that reports none."""
     properties = SimpleNamespace(memory_clock_rate=clock, memory_bus_width=bits)  # kHz
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert has_fast_memory(torch.device("cuda", 0)) is fast

@@ -69,7 +69,8 @@ FORMAT_SHARE, PACKED_SHARE = 5 / 11, 1 / 2
 """Share of the GPU for a dispatch of rows in a format, which are short and have scales to store; the second if scales
 are packed and memory is fast. 2 H200s, 4096 tokens, 56, 60, 66, 72 and 80 SMs: packed scales 141, 140, 137, 137 and 138
 us, along a known route 132, 132, 133, 136 and 140 us; scales in columns 151, 149, 154, 155 and 155 us. 2 H100s, 52, 56,
-60 and 66 SMs: 152, 151, 150 and 154 us."""
+60 and 66 SMs: packed scales 152, 151, 150 and 154 us. Not measured: scales in columns on H100s, the formats `wire:*`,
+and more ranks."""
 MANY_TOKENS = 2048
 SPARE_SHARE, SPARE_TWO, SPARE_GROUPED = 1 / 4, 1 / 8, 1 / 32
 """Share of the blocks beyond those that a combine needs which push as well, in case the link is faster than in this
@@ -78,7 +79,8 @@ tokens each, the third for rows of these that are grouped by expert and sent in 
 KiB, with so many of 110 blocks: weighted rows grouped by expert 203 (24 blocks), 200 (26), 202 (28), 204 (30), 213
 (36), 217 us (42); token-major 182 (14), 178 (18), 179 (22), 181 us (29); in the format wire:e4m3/32/mx grouped 208
 (30), 186 (36), 189 us (42), token-major 115, 121 and 125 us. Fewer tokens need more blocks: weighted rows of 2048, 1024
-and 512 tokens 120, 78 and 53 us (26), 121, 72 and 48 us (34), 124, 75 and 48 us (42)."""
+and 512 tokens 120, 78 and 53 us (26), 121, 72 and 48 us (34), 124, 75 and 48 us (42). 36, their default, is not
+measured."""
 GATHER_SM = 68e9
 """Bytes per second that an SM of a gathering combine fetches and writes (8 SMs, which nearly saturate the link)."""
 SCALE_SLICE = 90e-9
@@ -321,8 +323,8 @@ class OperationSms:
         return min(most, traffic.combine_sms(self._sms)) if needed else most
 
     def pulling(self, traffic: TokenTraffic, how: RowFormat) -> int:
-        """Return the SMs that fetch rows. Rows in a format use more, unless a budget was set, and at least as many as a
-        rank with more rows."""
+        """Return the SMs that fetch rows. Rows in a format use more, at least as many as a rank with more rows, unless
+        a budget was set or computation runs concurrently."""
         more = 0
         if how.format and self.beyond:
             packed = how.layout == "packed" and traffic.fast_memory
