@@ -5,10 +5,14 @@ from __future__ import annotations
 import configparser
 import importlib
 import importlib.util
+import json
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
+import types
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -26,7 +30,8 @@ LOADERS = {
     "sglang.srt.plugins": ("sglang.srt.plugins", "load_plugins"),
 }
 """By group of entry points: the module and the function by which the framework calls them."""
-DECLARED = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+ROOT = Path(__file__).resolve().parents[2]
+DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def _worker(rank: int, group: str, file: str, queue: Any) -> None:
@@ -114,3 +119,158 @@ def test_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EP_OPS_DEEP_EP", "yes")
     with pytest.raises(ValueError, match="EP_OPS_DEEP_EP is 'yes'; allowed: 0, or 1"):
         plugins.stand_in_for_deep_ep()
+
+
+# ------------------------------------------------------- DeepEP is installed or imported before the plugin is called
+
+OURS = "ep_ops.integrations.deep_ep"
+TOKEN_DISPATCHER = "sglang.srt.layers.moe.token_dispatcher"
+KERNELS = {
+    "0.5.14": "sglang.srt.layers.quantization.fp8_kernel",
+    "0.5.23": "sglang.kernels.ops.quantization.fp8_kernel",
+}
+DEEP_EP = """
+import deep_ep.utils
+class Buffer: pass
+class ElasticBuffer: pass
+class Config: pass
+"""
+DISPATCHERS = {
+    "deepep": """
+try:
+    from deep_ep import Buffer, Config
+    from {kernels} import sglang_per_token_group_quant_fp8
+    use_deepep = True
+except ImportError:
+    use_deepep = False
+""",
+    "deepep_v2": """
+sglang_per_token_group_quant_fp8 = None
+try:
+    from deep_ep import ElasticBuffer
+    use_deepep_v2 = True
+except ImportError:
+    use_deepep_v2 = False
+if use_deepep_v2:
+    from {kernels} import sglang_per_token_group_quant_fp8
+""",
+}
+"""How SGLang's modules import DeepEP."""
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Restores all modules named here afterwards. The plugin is enabled."""
+    from ep_ops.integrations import deep_ep  # noqa: F401  stays imported
+
+    def named() -> list[str]:
+        return [name for name in sys.modules if name.split(".")[0] in ("deep_ep", "sglang", "vllm")]
+
+    before = {name: sys.modules.pop(name) for name in named()}
+    monkeypatch.setenv("EP_OPS_DEEP_EP", "1")
+    yield monkeypatch
+    for name in named():
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+def _sglang(version: str) -> dict[str, Any]:
+    """Import stand-ins of SGLang's dispatchers and return their variables."""
+    kernels = KERNELS[version]
+    parts = kernels.split(".")
+    for end in range(1, len(parts)):
+        sys.modules[".".join(parts[:end])] = types.ModuleType("package")
+    sys.modules[kernels] = types.ModuleType(kernels)
+    sys.modules[kernels].sglang_per_token_group_quant_fp8 = "quantize"  # type: ignore[attr-defined]
+    found = {}
+    for name, source in DISPATCHERS.items():
+        module = sys.modules[f"{TOKEN_DISPATCHER}.{name}"] = types.ModuleType(name)
+        exec(source.format(kernels=kernels), vars(module))
+        found[name] = module
+    return found
+
+
+def _uses(dispatchers: dict[str, Any]) -> list[Any]:
+    v1, v2 = dispatchers["deepep"], dispatchers["deepep_v2"]
+    if not v1.use_deepep or not v2.use_deepep_v2:
+        return [v1.use_deepep, v2.use_deepep_v2]
+    assert v1.sglang_per_token_group_quant_fp8 == v2.sglang_per_token_group_quant_fp8 == "quantize"
+    return [
+        sys.modules[kind.__module__].__name__.partition(".")[0] for kind in (v1.Buffer, v1.Config, v2.ElasticBuffer)
+    ]
+
+
+@pytest.mark.parametrize("version", KERNELS)
+@pytest.mark.parametrize("installed", [False, True])
+@pytest.mark.parametrize("imported", [False, True])
+def test_dispatchers_of_sglang_use_ep_ops(
+    version: str, installed: bool, imported: bool, tmp_path: Path, modules: pytest.MonkeyPatch
+) -> None:
+    """SGLang requires DeepEP, and its spawned schedulers import it before they call plugins."""
+    if installed:
+        (tmp_path / "deep_ep").mkdir()
+        (tmp_path / "deep_ep" / "__init__.py").write_text(DEEP_EP)
+        (tmp_path / "deep_ep" / "utils.py").write_text("")
+        modules.syspath_prepend(tmp_path)
+    if imported:
+        dispatchers = _sglang(version)
+        assert _uses(dispatchers) == (["deep_ep"] * 3 if installed else [False, False])
+        plugins.stand_in_for_deep_ep()
+    else:
+        plugins.stand_in_for_deep_ep()
+        dispatchers = _sglang(version)
+    for _ in range(2):
+        assert _uses(dispatchers) == ["ep_ops"] * 3
+        assert importlib.import_module("deep_ep").__name__ == OURS
+        assert importlib.import_module("deep_ep.utils").__name__ == f"{OURS}.utils"
+        plugins.stand_in_for_deep_ep()  # again
+
+
+@pytest.mark.parametrize("kind", ["Buffer", "ElasticBuffer"])
+def test_a_buffer_of_deep_ep_exists(kind: str, tmp_path: Path, modules: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deep_ep").mkdir()
+    (tmp_path / "deep_ep" / "__init__.py").write_text(DEEP_EP)
+    (tmp_path / "deep_ep" / "utils.py").write_text("")
+    modules.syspath_prepend(tmp_path)
+    dispatchers = _sglang("0.5.23")
+    real = sys.modules["deep_ep"]
+    buffer = getattr(real, kind)()
+    with pytest.raises(RuntimeError, match=r"DeepEP \(.*deep_ep.__init__.py\) has created a buffer in this process"):
+        plugins.stand_in_for_deep_ep()
+    assert _uses(dispatchers) == ["deep_ep"] * 3 and sys.modules["deep_ep"] is real
+    del buffer
+    modules.setenv("EP_OPS_DEEP_EP_MAX_TOKENS", "0")
+    with pytest.raises(ValueError, match="EP_OPS_DEEP_EP_MAX_TOKENS is '0'"):
+        plugins.stand_in_for_deep_ep()
+    assert _uses(dispatchers) == ["deep_ep"] * 3 and sys.modules["deep_ep"] is real
+
+
+def test_vllm_decided_before_the_plugin(modules: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
+    plugins.stand_in_for_deep_ep()
+    assert not recwarn.list
+    name = "vllm.model_executor.layers.fused_moe.all2all_utils"
+    sys.modules[name] = types.ModuleType(name)
+    plugins.stand_in_for_deep_ep()  # vLLM imported it afterwards
+    assert not recwarn.list
+    del sys.modules["deep_ep"]
+    with pytest.warns(RuntimeWarning, match="before ep_ops' plugin ran, so its deepep backends do not use ep_ops"):
+        plugins.stand_in_for_deep_ep()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang")
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_spawned_scheduler_of_sglang(installed: bool, metadata: Path, tmp_path: Path) -> None:
+    if installed:
+        (metadata / "deep_ep").mkdir()
+        (metadata / "deep_ep" / "__init__.py").write_text(DEEP_EP)
+        (metadata / "deep_ep" / "utils.py").write_text("")
+    path = os.pathsep.join([str(metadata), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "EP_OPS_DEEP_EP": "1", "PYTHONPATH": path}
+    environment["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # two processes import SGLang
+    command = [sys.executable, str(ROOT / "tests" / "clients" / "run_sglang_scheduler.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.pop("deep_ep") == OURS and "deepep" in found, done.stderr
+    for use, *names in found.values():
+        assert use is True and all(name.startswith(OURS) for name in names), found

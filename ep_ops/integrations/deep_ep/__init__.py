@@ -14,6 +14,7 @@ with the reason.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -39,7 +40,7 @@ __version__ = "2.1.0"
 """The version of DeepEP whose interface this is."""
 
 
-def install(max_tokens_per_rank: int | None = None) -> None:
+def install(max_tokens_per_rank: int | None = None, *, replace: bool = False) -> None:
     """Make ``import deep_ep`` return this module in this process, and ``import deep_ep.utils`` its submodules.
 
     Repeated calls may set another bound and have no other effect.
@@ -48,23 +49,36 @@ def install(max_tokens_per_rank: int | None = None) -> None:
         max_tokens_per_rank: a bound on the tokens that any rank passes to a dispatch of :class:`Buffer`, the same on
             all ranks; default: the environment variable ``EP_OPS_DEEP_EP_MAX_TOKENS``. Without either, every such
             dispatch first agrees on the largest number of tokens, which waits for all ranks.
+        replace: take the place of a DeepEP that is installed or imported. Modules that have imported names from it
+            keep them.
 
     Raises:
-        RuntimeError: DeepEP itself is imported or installed. Remove it first, so that it is clear which one runs.
+        RuntimeError: DeepEP itself is imported or installed and ``replace`` is False, or it has created a buffer in
+            this process.
         ValueError: the bound is not a positive integer.
     """
-    own = sys.modules[__name__]
-    if sys.modules.get("deep_ep") is not own:
-        if "deep_ep" in sys.modules or importlib.util.find_spec("deep_ep") is not None:
-            raise RuntimeError("deep_ep is already imported or installed; remove it to use ep_ops in its place")
-        for name, module in list(sys.modules.items()):
-            if name == __name__ or name.startswith(f"{__name__}."):  # otherwise it would be imported twice
-                sys.modules["deep_ep" + name.removeprefix(__name__)] = module
     given: int | str | None = max_tokens_per_rank
     if given is None:
         given = os.environ.get("EP_OPS_DEEP_EP_MAX_TOKENS") or None
+    if given is not None and (not str(given).isdecimal() or int(given) < 1):
+        name = "max_tokens_per_rank" if max_tokens_per_rank is not None else "EP_OPS_DEEP_EP_MAX_TOKENS"
+        raise ValueError(f"{name} is {given!r}; expected a positive integer")
+    own, found = sys.modules[__name__], sys.modules.get("deep_ep")
+    if found is not own:
+        if not replace and (found is not None or importlib.util.find_spec("deep_ep") is not None):
+            raise RuntimeError(
+                "deep_ep is already imported or installed; remove it, or pass replace=True to use ep_ops in its place"
+            )
+        theirs = [getattr(found, name) for name in ("Buffer", "ElasticBuffer") if hasattr(found, name)]
+        if any(type(thing) is kind for kind in theirs for thing in gc.get_objects()):
+            raise RuntimeError(
+                f"DeepEP ({getattr(found, '__file__', None)}) has created a buffer in this process; install"
+                " ep_ops in its place before the first dispatch"
+            )
+        for name in [name for name in sys.modules if name == "deep_ep" or name.startswith("deep_ep.")]:
+            del sys.modules[name]
+        for name, module in list(sys.modules.items()):
+            if name == __name__ or name.startswith(f"{__name__}."):  # otherwise it would be imported twice
+                sys.modules["deep_ep" + name.removeprefix(__name__)] = module
     if given is not None:
-        if not str(given).isdecimal() or int(given) < 1:
-            name = "max_tokens_per_rank" if max_tokens_per_rank is not None else "EP_OPS_DEEP_EP_MAX_TOKENS"
-            raise ValueError(f"{name} is {given!r}; expected a positive integer")
         Buffer.max_tokens_per_rank = int(given)
