@@ -28,7 +28,7 @@ endif
 help:
 	@echo "make demo       train a small MoE on all GPUs, or on two CPU processes, and check it against a dense model"
 	@echo "make test       the tests that need no GPU (and what a GPU adds, where there is one)"
-	@echo "make gpu-test   tests/gpu under torchrun with 1 to 16 ranks and some with up to 72, which may share GPUs, then both demos"
+	@echo "make gpu-test   tests/gpu on 1, 2 and 4 ranks and some on up to 72, which may share GPUs, and both demos; RANKS=2: on 2 alone"
 	@echo "make bench      throughput and latency of dispatch and combine on all visible GPUs"
 	@echo "make lint       ruff and codespell;  make format: let ruff rewrite;  make typecheck: mypy"
 	@echo "make docs       the documentation as a site, in build/site; a broken link is an error"
@@ -65,23 +65,14 @@ test: $(NEEDS)
 	$(PYTHON) -m pytest tests/gpu $(ARGS) || [ $$? -eq 5 ]
 	$(PYTHON) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Every rank runs pytest over the same files in lockstep. Ranks share GPUs if there are fewer (tests/gpu/sharing.py).
-RANKS ?= 1 2 4 8 16
-MANY ?= 72
+# tests/gpu on 1, 2 and 4 ranks, tests/gpu/test_many.py on up to 72, ranks that die, and both demos; RANKS=2 or RANKS="1 2"
+# runs tests/gpu on these numbers of ranks alone. Ranks share GPUs if there are fewer. ARGS: options of tests/gpu/run.py.
 gpu-test: $(NEEDS)
-	@set -e; gpus=$$($(PYTHON) -c 'import torch; print(torch.cuda.device_count())'); \
-	if [ "$$gpus" -eq 0 ]; then echo "gpu-test: no GPU is visible to torch, nothing to run"; exit 0; fi; \
-	for n in $(RANKS); do \
-	  echo "== tests/gpu with $$n ranks on $$gpus GPUs"; \
-	  $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$n -m pytest tests/gpu $(ARGS); \
-	done; \
-	echo "== ranks that die"; $(PYTHON) -m pytest tests/gpu/test_deaths.py; \
-	for n in $(MANY); do \
-	  echo "== tests/gpu/test_many.py: up to $$n ranks on $$gpus GPUs"; \
-	  $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$n -m pytest tests/gpu/test_many.py $(ARGS); \
-	done; \
-	$(PYTHON) -m ep_ops demo; \
+	$(PYTHON) tests/gpu/run.py --ranks "$(RANKS)" $(ARGS)
+ifndef RANKS
+	$(PYTHON) -m ep_ops demo
 	$(PYTHON) -m ep_ops demo --decode
+endif
 
 bench: $(NEEDS)
 	$(PYTHON) -m ep_ops bench throughput $(ARGS)

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from sharing import SHARING
 
+from ep_ops.group import agreement
+
 REASON = "needs an NVIDIA GPU of compute capability 9.0 or higher, and the CuTe DSL"
 
 
@@ -47,7 +49,8 @@ def group() -> Iterator[None]:
         yield
         return
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    if SHARING > 1:  # NCCL refuses two ranks on a GPU, symmetric memory unless it is told
+    if SHARING > 1:  # NCCL refuses two ranks on a GPU, as do symmetric memory and "auto" unless they are told
+        agreement.choose_backend = lambda facts: ("cute", "")
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if "RANK" in os.environ:

@@ -5,14 +5,35 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import cases
 import torch
 import torch.distributed as dist
-from sharing import SHARING
+from sharing import TURNS
 from torch import Tensor
 
 import ep_ops
 from ep_ops import arrivals
 from ep_ops.backends.cute.backend import CuteBackend
+
+HIDDEN = {torch.bfloat16: 24, torch.float16: 1032, torch.float32: 8200}
+"""Rows below 512 bytes, of an odd number of vectors, and of several pieces."""
+CASES = [(name, torch.bfloat16) for name in cases.CASE_NAMES]
+CASES += [(name, torch.float16) for name in ("random", "over_capacity", "padded")]
+CASES += [(name, torch.float32) for name in ("uneven_experts", "padded_over")]
+"""Routes and dtypes that every kind of kernel is tested with."""
+
+
+def case_config(case: cases.RouteCase, dtype: torch.dtype) -> dict[str, Any]:
+    """Sizes for a case. Kernels are compiled for these sizes, so tests share them."""
+    return dict(
+        num_experts=case.num_experts, experts_per_rank=case.experts_per_rank, hidden_size=HIDDEN[dtype],
+        top_k=case.top_k, max_tokens_per_rank=48, dtype=dtype, alignment=case.alignment,
+    )  # fmt: skip
+
+
+def size_config(hidden: int) -> dict[str, Any]:
+    """Sizes of a large model. Tests share them, too."""
+    return dict(num_experts=256, hidden_size=hidden, top_k=8, max_tokens_per_rank=4096)
 
 
 def ranks() -> tuple[int, int]:
@@ -22,7 +43,7 @@ def ranks() -> tuple[int, int]:
 
 def make_comm(backend: str, name: str, latency_max_tokens: int | None = 0, **config: Any) -> ep_ops.Communicator:
     """Throughput kernels, unless it is said otherwise."""
-    given = {"timeout": 10.0 * SHARING, **config}
+    given = {"timeout": 10.0 * TURNS, **config}
     return ep_ops.Communicator(
         backend=backend, name=f"{name}/{backend}", device="cuda", latency_max_tokens=latency_max_tokens, **given
     )

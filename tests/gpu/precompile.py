@@ -1,25 +1,30 @@
-"""Compiles the kernels of the tests beside it into the disk cache, on all cores: `tests/gpu/precompile.py 1 2 4`, or,
-of test_many.py alone, `many16 many72`, of test_token_major.py alone, `tokens2`, of test_combine_format.py alone,
-`sums2`, of test_deep_ep.py alone, `clients2`, of test_domains*.py alone, `domains4` (the last two are compiled by no
-other argument).
+"""Compiles kernels of the tests beside it into the disk cache, in other processes, while the tests run.
 
-Optional: without it each rank compiles what it needs. EP_OPS_TEST_SEED must be the one of the test run, since the
-routes decide the number of experts.
+`serve` keeps all cores busy with what is asked for: files in a folder, each a pickled list of kernels. Their names say
+what comes first: what a communicator may need, then what later tests need, which
+`precompile.py FOLDER RANKS FILE...` lists. A list holds more than the tests launch, and may lack something: a kernel
+that is not there is compiled by the process that needs it.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import heapq
+import itertools
 import multiprocessing
 import os
-import string
+import pickle
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+SOON, LATER = "1", "2"
+"""First letters of the names of files: what comes first."""
 
 
 class Wanted:
@@ -60,63 +65,110 @@ class Wanted:
         self.kernels.update(dict.fromkeys(found))
 
 
-def kernels(world_size: int, seed: int) -> list[Any]:
-    """What every test launches."""
+Find = Callable[[int, int], list[Any]]
+"""Kernels of a file of tests, by the number of ranks and the seed."""
+
+
+def of_throughput(world_size: int, seed: int) -> list[Any]:
     import cases
-    import test_checking
-    import test_failures
-    import test_formats
-    import test_gather
-    import test_latency
-    import test_lists
-    import test_live_rows
-    import test_moe_communicator
-    import test_progress
-    import test_steps
-    import test_sums
     import test_throughput
+    from operators import CASES, case_config, size_config
+
+    want = Wanted(world_size)
+    routes = cases.route_cases(world_size, seed)
+    for name, dtype in CASES:
+        want.add(case_config(routes[name], dtype))
+    for config in (*map(size_config, test_throughput.SIZES), test_throughput.WIDEST):
+        want.add(config)
+    return list(want.kernels)
+
+
+def of_latency(world_size: int, seed: int) -> list[Any]:
+    import cases
+    import test_latency
+    from operators import CASES, case_config, size_config
 
     from ep_ops.backends.cute.sizing import DEFAULT_TOKENS
 
-    routes = cases.route_cases(world_size, seed)
     want = Wanted(world_size)
-    for name, dtype in test_throughput.CASES:
-        want.add(test_throughput.case_config(routes[name], dtype))
-    for config in (*map(test_throughput.size_config, test_throughput.SIZES), test_throughput.WIDEST):
-        want.add(config)
-    for name, dtype in test_latency.CASES:
-        config = test_latency.case_config(routes[name], dtype)
-        want.add(config, DEFAULT_TOKENS, only=("Combine",), split=False)  # with a residual, and dispatch's backward
+    routes = cases.route_cases(world_size, seed)
+    for name, dtype in CASES:
+        want.add(case_config(routes[name], dtype), DEFAULT_TOKENS, split=False)
     for hidden in (*test_latency.SIZES, 1024):
-        want.add(test_latency.size_config(hidden), DEFAULT_TOKENS)
-    for name, dtype in test_gather.CASES:
-        want.add(test_gather.case_config(routes[name], dtype), only=("Gather", "Combine", "Publish"))
+        want.add(size_config(hidden), DEFAULT_TOKENS)
+    return list(want.kernels)
+
+
+def of_gather(world_size: int, seed: int) -> list[Any]:
+    import cases
+    import test_gather
+    from operators import CASES, case_config
+
+    want = Wanted(world_size)
+    routes = cases.route_cases(world_size, seed)
+    for name, dtype in CASES:
+        want.add(case_config(routes[name], dtype), only=("Gather", "Combine", "Publish"))
     for tokens in test_gather.TOKENS:
         want.add(test_gather.by_rank_config(world_size, tokens), only=("Gather", "Combine", "Publish"))
     want.add(test_gather.steps_config(world_size))
+    return list(want.kernels)
+
+
+def of_steps(world_size: int, seed: int) -> list[Any]:
+    import test_steps
+
+    want = Wanted(world_size)
     want.add(test_steps.CONFIG)
-    for bound in (32, 64):
+    return list(want.kernels)
+
+
+def of_failures(world_size: int, seed: int) -> list[Any]:
+    import test_failures
+
+    want = Wanted(world_size)
+    for bound in (64, 32):
         want.add(test_failures.CONFIG, bound)
+    return list(want.kernels)
+
+
+def of_progress(world_size: int, seed: int) -> list[Any]:
+    import test_progress
+
+    want = Wanted(world_size)
     for few in (0, test_progress.TOKENS):
         want.add(test_progress.config(world_size), few)
+    return list(want.kernels)
+
+
+def of_checking(world_size: int, seed: int) -> list[Any]:
+    import test_checking
+
+    from ep_ops.backends.cute.sizing import DEFAULT_TOKENS
+
+    want = Wanted(world_size)
     want.add(test_checking.config(world_size), DEFAULT_TOKENS)
+    return list(want.kernels)
+
+
+def of_formats(world_size: int, seed: int) -> list[Any]:
+    import test_formats
+
+    want = Wanted(world_size)
     for config, how in test_formats.wanted(world_size):
         want.add(config, test_formats.TOKENS, formats=[how])
+    return list(want.kernels)
+
+
+def of_moe(world_size: int, seed: int) -> list[Any]:
+    import test_moe_communicator
+
+    want = Wanted(world_size)
     config, bound, formats = test_moe_communicator.wanted(world_size)
     want.add(config, bound, formats=formats)
-    return [
-        *want.kernels,
-        *test_live_rows.kernels(),
-        *test_sums.kernels(),
-        *test_lists.kernels(),
-        *of_tokens(world_size, seed),
-        *of_sums(world_size, seed),
-        *of_many(world_size, seed),
-    ]
+    return list(want.kernels)
 
 
 def of_tokens(world_size: int, seed: int) -> list[Any]:
-    """What test_token_major launches on so many ranks."""
     import test_token_major
 
     want = Wanted(world_size)
@@ -126,17 +178,15 @@ def of_tokens(world_size: int, seed: int) -> list[Any]:
 
 
 def of_sums(world_size: int, seed: int) -> list[Any]:
-    """What test_combine_format launches on so many ranks."""
     import test_combine_format
 
     want = Wanted(world_size)
     for config, how in test_combine_format.wanted(world_size):
         want.add(config, test_combine_format.TOKENS, formats=[how])
-    return list(want.kernels)
+    return [k for k in want.kernels if "Combine" in type(k).__name__ or not getattr(k, "format", "")]
 
 
 def of_clients(world_size: int, seed: int) -> list[Any]:
-    """What test_deep_ep launches."""
     import test_deep_ep
 
     want = Wanted(world_size)
@@ -147,13 +197,20 @@ def of_clients(world_size: int, seed: int) -> list[Any]:
 
 
 def of_many(world_size: int, seed: int) -> list[Any]:
-    """What test_many launches on so many ranks."""
     import test_many
 
     want = Wanted(world_size)
     for config in test_many.configs(world_size, seed):
         want.add(config, test_many.FEW)
     return list(want.kernels)
+
+
+def of_local(world_size: int, seed: int) -> list[Any]:
+    import test_lists
+    import test_live_rows
+    import test_sums
+
+    return [*test_live_rows.kernels(), *test_sums.kernels(), *test_lists.kernels()] if world_size == 1 else []
 
 
 def of_domains(world_size: int, seed: int) -> list[Any]:
@@ -164,9 +221,10 @@ def of_domains(world_size: int, seed: int) -> list[Any]:
     from ep_ops.backends import no_device_library
     from ep_ops.config import Config
     from ep_ops.memory import planned
+    from ep_ops.symmetric import nvshmem
 
     adversary.install(setattr)
-    lacking = no_device_library()
+    lacking = nvshmem.problem() or no_device_library()
     given = Config(**domains.config(world_size) | {"latency_max_tokens": 0})
     found: list[Any] = []
 
@@ -188,31 +246,69 @@ def of_domains(world_size: int, seed: int) -> list[Any]:
     return sorted(found, key=lambda kernel: not kernel.linked)
 
 
+FINDS: dict[str, Find] = {
+    "test_checking.py": of_checking, "test_combine_format.py": of_sums, "test_deep_ep.py": of_clients,
+    "test_domains.py": of_domains, "test_failures.py": of_failures, "test_formats.py": of_formats,
+    "test_gather.py": of_gather, "test_latency.py": of_latency, "test_lists.py": of_local, "test_many.py": of_many,
+    "test_moe_communicator.py": of_moe, "test_overlap.py": of_latency, "test_progress.py": of_progress,
+    "test_steps.py": of_steps, "test_throughput.py": of_throughput, "test_token_major.py": of_tokens,
+}  # fmt: skip
+
+
+def ask(folder: Path, urgency: str, name: str, kernels: Sequence[Any]) -> None:
+    """Have kernels compiled by the process that serves the folder."""
+    part = folder / f"{name}.part"
+    part.write_bytes(pickle.dumps(list(kernels)))
+    part.rename(folder / f"{urgency}-{name}.kernels")
+
+
 def build(kernel: Any, arch: str) -> None:
     from cute_kernels import jit
 
     jit.prepare(kernel, arch)
 
 
-def main() -> None:
-    import torch
-
-    major, minor = torch.cuda.get_device_capability()
-    seed = int(os.environ["EP_OPS_TEST_SEED"])
-    parts = {
-        "": kernels,
-        "many": of_many,
-        "tokens": of_tokens,
-        "sums": of_sums,
-        "clients": of_clients,
-        "domains": of_domains,
-    }
-    asked = [(parts[text.rstrip(string.digits)], int(text.lstrip(string.ascii_lowercase))) for text in sys.argv[1:]]
-    wanted = list(dict.fromkeys(kernel for of, world_size in asked for kernel in of(world_size, seed)))
+def serve(folder: Path, arch: str, processes: int) -> None:
+    """Compile what is asked for until there is a file `end`, and print how much that was."""
+    waiting: list[tuple[str, int, Any]] = []  # a heap
+    count, known = itertools.count(), set[Any]()
+    running = set[concurrent.futures.Future[None]]()
+    failed = 0
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
-        list(pool.map(build, wanted, [f"sm_{major}{minor}a"] * len(wanted)))
-    print(f"{len(wanted)} kernels compiled")
+    with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
+        while not (folder / "end").exists():
+            for path in sorted(folder.glob("*.kernels")):
+                for kernel in pickle.loads(path.read_bytes()):
+                    if kernel not in known or path.name.startswith(SOON):
+                        heapq.heappush(waiting, (path.name, next(count), kernel))
+                    known.add(kernel)
+                path.unlink()
+            done = {future for future in running if future.done()}
+            failed += sum(future.exception() is not None for future in done)
+            running -= done
+            while waiting and len(running) < processes + 2:
+                running.add(pool.submit(build, heapq.heappop(waiting)[2], arch))
+            time.sleep(0.02)
+        print(f"{len(known)} kernels were asked for; {len(waiting)} were left, {failed} failed", flush=True)
+        for worker in [*pool._processes.values()]:
+            worker.terminate()
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def listed(world_size: int, files: Sequence[str], seed: int) -> Iterator[tuple[str, list[Any]]]:
+    """(file, its kernels without those of files before it)."""
+    seen = set[Any]()
+    for file in files:
+        find = FINDS.get(file)
+        found = [kernel for kernel in find(world_size, seed) if kernel not in seen] if find else []
+        seen.update(found)
+        yield file, list(dict.fromkeys(found))
+
+
+def main() -> None:
+    folder, world_size, *files = sys.argv[1:]
+    for number, (file, found) in enumerate(listed(int(world_size), files, int(os.environ["EP_OPS_TEST_SEED"]))):
+        ask(Path(folder), LATER, f"{number:02d}-{file}-{world_size}", found)
 
 
 if __name__ == "__main__":

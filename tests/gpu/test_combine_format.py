@@ -19,7 +19,8 @@ from ep_ops.formats import COMBINE_FORMATS
 TOKENS, TOP_K = 24, 3
 HIDDENS = (128, 7296)
 """Rows that fill half of a warp's first vector, and rows whose last slice is short."""
-CASES = [(torch.bfloat16, hidden) for hidden in HIDDENS] + [(torch.float16, 128), (torch.float32, 1152)]
+CASES = [(torch.bfloat16, hidden, format) for hidden in HIDDENS for format in COMBINE_FORMATS]
+CASES += [(torch.float16, 1152, COMBINE_FORMATS[0]), (torch.float32, 1152, COMBINE_FORMATS[1])]
 
 
 def config(world_size: int, dtype: torch.dtype = torch.bfloat16, hidden: int = HIDDENS[1]) -> dict[str, Any]:
@@ -30,9 +31,8 @@ def config(world_size: int, dtype: torch.dtype = torch.bfloat16, hidden: int = H
 
 def wanted(world_size: int) -> Iterator[tuple[dict[str, Any], tuple[str, str]]]:
     """Configurations and formats, for precompile.py."""
-    for format in COMBINE_FORMATS:
-        for dtype, hidden in CASES:
-            yield config(world_size, dtype, hidden), (format, "")
+    for dtype, hidden, format in CASES:
+        yield config(world_size, dtype, hidden), (format, "")
 
 
 def rows_of(comm: ep_ops.Communicator, sent: ep_ops.Dispatched, seed: int) -> Tensor:
@@ -45,15 +45,14 @@ def rows_of(comm: ep_ops.Communicator, sent: ep_ops.Dispatched, seed: int) -> Te
 
 
 @pytest.mark.parametrize("bound", [TOKENS, 2 * TOKENS], ids=["latency", "throughput"])
-@pytest.mark.parametrize(("dtype", "hidden"), CASES)
-@pytest.mark.parametrize("format", COMBINE_FORMATS)
+@pytest.mark.parametrize(("dtype", "hidden", "format"), CASES)
 def test_every_combine(format, dtype, hidden, bound, seed, monkeypatch):
     """Of grouped, padded and token-major rows, with drops, weights, a residual, and split; the checking mode raises the
     first difference. Operations with a format and without alternate."""
     monkeypatch.setenv("EP_OPS_CHECK", "1")
     rank, world_size = ranks()
     with make_comm("cute", "sums", latency_max_tokens=TOKENS, **config(world_size, dtype, hidden)) as comm:
-        comm.warmup([(format, "")])
+        comm.warmup()
         for turn, (alignment, slots, share) in enumerate(((1, 0, 1.0), (16, 0, 0.5), (4, 24, 0.0))):
             tokens = 0 if turn == 1 and rank == world_size - 1 else TOKENS - turn * (rank % 2)
             x, idx, weights = drawn(seed + turn, comm, tokens)
@@ -77,7 +76,7 @@ def test_captured(format, bound, seed, together):
     """Replays add up the rows that are there then."""
     _, world_size = ranks()
     with make_comm("cute", "captured sums", latency_max_tokens=TOKENS, **config(world_size)) as comm:
-        comm.warmup([(format, "")])
+        comm.warmup()
         x, idx, weights = drawn(seed, comm, TOKENS)
         sent = comm.dispatch(x, idx, weights, max_tokens=bound, capacity=2048)
         y = rows_of(comm, sent, seed)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from domains import FORMAT_HIDDEN, FORMATS, TOKENS, TOP_K, both, check, drawn, expected, in_rounds, send, wrong
 from operators import Call, ranks
-from sharing import SHARING
+from sharing import TURNS
 
 ROUTES = ("random", "all_to_one_rank", "no_tokens_on_last_rank", "over_capacity", "nothing_to_last_rank", "padded")
 """Routes that one communicator can take."""
@@ -105,7 +105,7 @@ def test_what_one_rank_refuses(half, make, few, seed, together):
 def test_absent_rank(make, few, seed, together):
     """A rank that does not come is named by all, within the deadline, in its own domain and in others; destroy does not
     hang."""
-    seconds = 2.0 * SHARING
+    seconds = 2.0 * TURNS
     x, idx, _ = drawn(seed, 1, 30)
     comm = make("cute", "absent", timeout=seconds, latency_max_tokens=few)
     comm.warmup()

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from domains import HIDDEN, TOKENS, TOP_K, added, drawn, expected, in_rounds, step_of, wrong
 from operators import ranks
-from sharing import SHARING, few_processes, fewer
+from sharing import few_processes, fewer
 from torch import Tensor
 
 import ep_ops
 
 STEPS = int(os.environ.get("EP_OPS_TEST_STEPS", fewer(300, 8)))
-SOAK = int(os.environ.get("EP_OPS_TEST_SOAK", 500 if SHARING < 3 else 20))
+SOAK = int(os.environ.get("EP_OPS_TEST_SOAK", fewer(500, 20)))
 FEW = 9
 
 make, few = domains.make, domains.few  # fixtures

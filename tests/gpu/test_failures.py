@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from sharing import SHARING
+from sharing import SHARING, TURNS
 
 import ep_ops
 from cute_kernels import jit
@@ -46,7 +46,7 @@ def test_absent_rank(together):
     """A rank that does not come is named by all that waited for it, and their kernels end."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         pytest.skip("needs several ranks")
-    comm = ep_ops.Communicator(timeout=float(SHARING), **CONFIG)
+    comm = ep_ops.Communicator(timeout=float(TURNS), **CONFIG)
     comm.warmup()
     absent = dist.get_world_size() - 1
     x, idx = inputs(comm.rank)
@@ -56,7 +56,7 @@ def test_absent_rank(together):
         torch.cuda.synchronize()
     with together():
         if comm.rank != absent:
-            with pytest.raises(RuntimeError, match=rf"waited {SHARING} s for rank {absent} ") as told:
+            with pytest.raises(RuntimeError, match=rf"waited {TURNS} s for rank {absent} ") as told:
                 comm.dispatch(x, idx)
             mine, theirs = comm.last_operations(), comm.last_operations(absent)
             assert mine[0].kind in ("dispatch", "combine") and mine[0].number > theirs[0].number
@@ -71,7 +71,7 @@ def test_absent_rank(together):
     if comm.rank != absent:
         comm.destroy()
     else:
-        with pytest.raises(RuntimeError, match=rf"stopped because rank . waited {SHARING} s for rank {absent} "):
+        with pytest.raises(RuntimeError, match=rf"stopped because rank . waited {TURNS} s for rank {absent} "):
             time.sleep(1)
             comm.destroy()
 
@@ -81,7 +81,7 @@ def test_a_server_that_replays_is_called_back(few, together):
     """Whoever waits learns of a failure without calling anything; whoever is waited for, when it asks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         pytest.skip("needs several ranks")
-    comm = ep_ops.Communicator(timeout=2.0 * SHARING, **{**CONFIG, "latency_max_tokens": few})
+    comm = ep_ops.Communicator(timeout=2.0 * TURNS, **{**CONFIG, "latency_max_tokens": few})
     comm.warmup()
     told: list[str] = []
     comm.on_failure(told.append)
@@ -95,7 +95,7 @@ def test_a_server_that_replays_is_called_back(few, together):
     if comm.rank != absent:
         graph.replay()
         torch.cuda.synchronize()
-    end = time.monotonic() + 10 * SHARING
+    end = time.monotonic() + 10 * TURNS
     while not told and time.monotonic() < end:
         if comm.rank == absent:  # nothing runs there that would notice
             with contextlib.suppress(RuntimeError):
@@ -112,7 +112,7 @@ def test_order_mismatch(together):
     """Ranks that call different operators are told so, long before the deadline."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         pytest.skip("needs several ranks")
-    comm = ep_ops.Communicator(timeout=20.0 * SHARING, **CONFIG)
+    comm = ep_ops.Communicator(timeout=20.0 * TURNS, **CONFIG)
     comm.warmup()
     x, idx = inputs(comm.rank)
     sent = comm.dispatch(x, idx)
@@ -133,7 +133,7 @@ def disagree(together, message: str, call, **config) -> None:
     """`call(comm, x, idx, odd)` on all ranks, rank 0 the odd one: all are told at once what differs."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         pytest.skip("needs several ranks")
-    comm = ep_ops.Communicator(timeout=20.0 * SHARING, **{**CONFIG, **config})
+    comm = ep_ops.Communicator(timeout=20.0 * TURNS, **{**CONFIG, **config})
     comm.warmup()
     call(comm, *inputs(comm.rank), comm.rank == 0)
     torch.cuda.synchronize()

@@ -7,17 +7,13 @@ from typing import Any
 import cases
 import pytest
 import torch
-from operators import covered, make_comm, ranks
+from operators import CASES, HIDDEN, case_config, covered, make_comm, ranks
 from sharing import SHARING, few_processes, fewer
 from torch import Tensor
 
 import ep_ops
 
 BF16 = torch.bfloat16
-HIDDEN = {BF16: 24, torch.float16: 1032, torch.float32: 8200}
-"""Rows below 512 bytes, of an odd number of vectors, and of several pieces."""
-CASES = [(name, BF16) for name in cases.CASE_NAMES]
-CASES += [(name, dtype) for name in ("random", "repeated_experts", "padded_over") for dtype in HIDDEN if dtype != BF16]
 TOKENS = (1, 7, 512, 4096)
 STEPS = fewer(100, 12)
 DELAY = 3_000_000  # cycles, more than a millisecond: several operations
@@ -41,19 +37,11 @@ def bits(rows: Tensor) -> Tensor:
     return rows.view(torch.int32 if rows.dtype == torch.float32 else torch.int16)
 
 
-def case_config(case: cases.RouteCase, dtype: torch.dtype) -> dict[str, Any]:
-    return dict(
-        num_experts=case.num_experts, experts_per_rank=case.experts_per_rank, hidden_size=HIDDEN[dtype],
-        top_k=case.top_k, max_tokens_per_rank=48, dtype=dtype, alignment=case.alignment,
-        symmetric_rows=max(1, *case.capacity),
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_same_bits_as_combine(name, dtype, seed, together):
     rank, world_size = ranks()
     case = cases.route_cases(world_size, seed)[name]
-    config = case_config(case, dtype)
+    config = case_config(case, dtype) | {"symmetric_rows": max(1, *case.capacity)}
     rows, topk_idx = case.capacity[rank], case.topk_idx[rank].cuda()
     with make_comm("cute", name, **config) as comm, make_comm("reference", name, **config) as ref:
         route, _ = comm.plan(topk_idx, **case.room(rank), max_tokens=case.max_tokens)
@@ -72,8 +60,8 @@ def test_same_bits_as_combine(name, dtype, seed, together):
 def by_rank_config(world_size: int, tokens: int) -> dict[str, Any]:
     """Expert r stands for rank r."""
     return dict(
-        num_experts=world_size, hidden_size=7168, top_k=world_size, max_tokens_per_rank=tokens, alignment=1,
-        symmetric_rows=world_size * tokens,
+        num_experts=world_size, hidden_size=7168, top_k=world_size, max_tokens_per_rank=max(tokens, 512),
+        alignment=1, symmetric_rows=world_size * tokens,
     )  # fmt: skip
 
 

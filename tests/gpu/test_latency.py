@@ -11,31 +11,30 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
-from operators import Call, compare, covered, make_comm, of_kernels, ranks, unequal, without_scales
-from sharing import SHARING, few_processes, fewer
+from operators import (
+    CASES,
+    HIDDEN,
+    Call,
+    case_config,
+    compare,
+    covered,
+    make_comm,
+    of_kernels,
+    ranks,
+    size_config,
+    unequal,
+    without_scales,
+)
+from sharing import SHARING, TURNS, few_processes, fewer
 
 import ep_ops
 from cute_kernels.latency.sizes import most_tokens
 from ep_ops.backends.cute.sizing import problem_of
 
 BF16 = torch.bfloat16
-HIDDEN = {BF16: 24, torch.float16: 1032, torch.float32: 8200}
-CASES = [(name, BF16) for name in cases.CASE_NAMES]
-CASES += [(name, dtype) for name in ("random", "repeated_experts", "padded_over") for dtype in HIDDEN if dtype != BF16]
 SIZES = (120, 2880, 7168)
 DELAY = 3_000_000  # cycles, more than a millisecond: hundreds of operations
 REPLAYS = fewer(10_000, 40)
-
-
-def case_config(case: cases.RouteCase, dtype: torch.dtype) -> dict[str, Any]:
-    return dict(
-        num_experts=case.num_experts, experts_per_rank=case.experts_per_rank, hidden_size=HIDDEN[dtype],
-        top_k=case.top_k, max_tokens_per_rank=max(case.max_tokens, 1), dtype=dtype, alignment=case.alignment,
-    )  # fmt: skip
-
-
-def size_config(hidden: int) -> dict[str, Any]:
-    return dict(num_experts=256, hidden_size=hidden, top_k=8, max_tokens_per_rank=512)
 
 
 @contextlib.contextmanager
@@ -468,7 +467,7 @@ def test_who_is_missing_is_told(missing, seed, together):
         pytest.skip("nobody to wait for")
     config = size_config(120)
     comm = ep_ops.Communicator(
-        backend="cute", name=f"missing/{missing}", device="cuda", timeout=0.5 * SHARING, latency_max_tokens=8, **config
+        backend="cute", name=f"missing/{missing}", device="cuda", timeout=1.0 * TURNS, latency_max_tokens=8, **config
     )
     comm.warmup()
     idx = random_route(seed, 3)

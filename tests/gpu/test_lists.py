@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from places import local_ids, token_major
+from sharing import one_rank
 from torch import Tensor
 
 from ep_ops import arrivals
 from ep_ops.nn import expert_lists
 from ep_ops.nn.list_operators import places_route
 
+pytestmark = one_rank
 EXPERTS = (1, 6, 64, 200)
 ROWS = (1, 40, 1000, 16384)
 NAMES = ("rows", "flat", "places", "offs", "counts", "dropped")

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from segments import Drawn, segments
-from sharing import few_processes
+from sharing import one_rank
 from torch import Tensor
 
 from ep_ops import formats
 from ep_ops.nn import grouped_mm, swiglu, swiglu_quantized, swiglu_rows
 from ep_ops.records import Route
 
+pytestmark = one_rank
 POW2, FP32, MX = "e4m3/128/pow2", "e4m3/128/fp32", "e4m3/32/mx"
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 SIZES = (8, 264, 2048)
@@ -222,7 +223,6 @@ def test_captured(seed):
             assert torch.equal(got[of.live], want[of.live])
 
 
-@few_processes
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(dynamic, seed):
     """In one graph, between what Inductor makes kernels of; the same numbers and gradients."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from operators import of_kernels, ranks
 from oracle import Oracle, World
-from sharing import SHARING
+from sharing import TURNS
 from torch import Tensor
 
 import ep_ops
@@ -64,7 +64,7 @@ def test_ranks(count, name, seed, together):
             rows = max(max(made[n].capacity) for n in names)
             config = config_of(made[names[0]], hidden, dtype) | {"symmetric_rows": rows}
             with ep_ops.Communicator(
-                group, backend="cute", device="cuda", timeout=10.0 * SHARING, name=f"{name} {count}", **config
+                group, backend="cute", device="cuda", timeout=10.0 * TURNS, name=f"{name} {count}", **config
             ) as comm:
                 assert of_kernels(comm).latency.tokens == FEW
                 guard = poisoned_guards(comm)

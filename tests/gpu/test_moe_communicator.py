@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from operators import ranks
-from sharing import SHARING, few_processes
+from sharing import AT_ONCE, TURNS, few_processes
 from torch import Tensor
 
 from ep_ops.moe import (
@@ -61,7 +61,7 @@ def made(world_size: int, mode: str = "auto", layout: str = "grouped", **more: A
     given = {**sizes(world_size), "num_experts": logical(world_size), "placement": placements(world_size)[0], **more}
     if mode == "auto":
         given.setdefault("latency_max_tokens", BOUND)
-    config = MoECommunicatorConfig(mode=mode, layout=layout, backend="cute", timeout=10.0 * SHARING, **given)
+    config = MoECommunicatorConfig(mode=mode, layout=layout, backend="cute", timeout=10.0 * TURNS, **given)
     return MoECommunicator(config, device="cuda")
 
 
@@ -198,7 +198,7 @@ def test_a_late_rank_shows(mode: str, seed: int, together: Any, tmp_path: Path) 
             dist.barrier()
         stats = moe.stats()
         with together():
-            if world_size > 1 and SHARING == 1:
+            if world_size > 1 and AT_ONCE:
                 assert int(stats.late.argmax()) == slowest and stats.late[slowest] > 2e-4
                 # Every other rank has waited for it most, and it for nobody so long.
                 own = (stats.waits.mean(2) * (1 - torch.eye(world_size))).tolist()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from cuda.bindings import driver
 from foreign import Foreign
 from operators import of_kernels
-from sharing import own_gpu
+from sharing import MPS, own_gpu
 from torch import Tensor
 
 import ep_ops
@@ -181,6 +181,8 @@ def test_dependents_do_not_take_the_gpu(comms, together) -> None:
 @contextlib.contextmanager
 def part(sms: int) -> Iterator[int]:
     """So many multiprocessors of the GPU; its context, which torch may leave where it sets a device."""
+    if MPS:
+        pytest.skip("MPS has no green contexts")
     green = pytest.importorskip("torch.cuda.green_contexts")
     if not green.SUPPORTED:
         pytest.skip("torch has no green contexts")

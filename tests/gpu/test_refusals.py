@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharing import SHARING, own_gpu
+from sharing import TURNS, own_gpu
 
 import ep_ops
 from ep_ops.symmetric import torch_symm
@@ -27,7 +27,7 @@ def several() -> None:
 def make(name: str, **others: Any) -> Any:
     """With all kernels compiled and loaded."""
     sizes: dict[str, Any] = dict(num_experts=EXPERTS, hidden_size=HIDDEN, top_k=2, max_tokens_per_rank=512)
-    comm = ep_ops.Communicator(**{**sizes, "backend": "cute", "timeout": 30.0 * SHARING, "name": name, **others})
+    comm = ep_ops.Communicator(**{**sizes, "backend": "cute", "timeout": 30.0 * TURNS, "name": name, **others})
     comm.warmup()
     return comm
 
@@ -89,7 +89,7 @@ def test_no_memory_between_the_halves_of_a_dynamic_dispatch(monkeypatch, togethe
             error, seconds = raised(lambda: comm.dispatch(x, idx, exact=True), comm)
         with together():
             assert error is not None and "OutOfMemoryError: injected" in f"{type(error).__name__}: {error}", error
-            assert seconds < 15 * SHARING, seconds
+            assert seconds < 15 * TURNS, seconds
         in_step(comm, together)
 
 
@@ -119,7 +119,7 @@ def test_a_kernel_that_cannot_be_loaded(monkeypatch, together):
                 patch.setattr(comm.backend.throughput, "_kernel", without(comm, "Pull", launched=False))
             error, seconds = raised(lambda: comm.dispatch(x, idx), comm)
         with together():
-            assert error is not None and "injected" in str(error) and seconds < 15 * SHARING, (error, seconds)
+            assert error is not None and "injected" in str(error) and seconds < 15 * TURNS, (error, seconds)
             assert comm.rank == 0 or "rejected by rank 0: ep::dispatch: OutOfMemoryError" in str(error), error
         in_step(comm, together)
 
@@ -142,7 +142,7 @@ def test_half_an_operation(monkeypatch, together):
 
     error, seconds = raised(steps, comm)
     with together():
-        assert isinstance(error, RuntimeError) and seconds < 15 * SHARING, (error, seconds)
+        assert isinstance(error, RuntimeError) and seconds < 15 * TURNS, (error, seconds)
         said = "cannot launch the rest: ep::dispatch: OutOfMemoryError: injected"
         assert said in str(error) and (comm.rank == 0 or "stopped because rank 0 gave up" in str(error)), error
     comm.destroy()
@@ -258,7 +258,7 @@ def test_no_memory_when_a_communicator_is_made(monkeypatch, together):
             )
         seconds = time.monotonic() - start
     with together():
-        assert seconds < 15 * SHARING, seconds
+        assert seconds < 15 * TURNS, seconds
     with make("afterwards") as comm:
         in_step(comm, together)
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from sharing import few_processes
+from sharing import one_rank
 from torch import Tensor
 
 from ep_ops.nn import expert_lists, gather_rows, reduce_rows
 from ep_ops.nn.sums import sum_rows
 
+pytestmark = one_rank
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 SIZES = (8, 264, 7168)
 """Less than a lane each, a piece that is not full, several pieces."""
@@ -84,7 +85,6 @@ def results(run: Any, x: Tensor, weights: Tensor, lists: Any) -> list[Tensor]:
     return [out.detach() for out in outs] + list(torch.autograd.grad(sum((out * out).sum() for out in outs), leaves))
 
 
-@few_processes
 def test_gradients_and_compiled(seed):
     lists, draw = lists_of(seed), torch.Generator().manual_seed(seed)
     x, weights = torch.randn(90, STEP, generator=draw).bfloat16(), torch.randn(90, 8, generator=draw)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cases
 import pytest
 import torch
-from operators import Call, compare, make_comm, of_kernels, ranks, run_all
+from operators import CASES, Call, case_config, compare, make_comm, of_kernels, ranks, run_all, size_config
 from sharing import SHARING
 
 
@@ -21,37 +21,16 @@ def inputs(seed: int, tokens: int, hidden: int, top_k: int, rows: int, dtype: to
     return x, weights, y, row_weights
 
 
-HIDDEN = {torch.bfloat16: 24, torch.float16: 1032, torch.float32: 8200}
-"""Rows below 512 bytes, of an odd number of vectors, and of several pieces."""
-CASES = [(name, torch.bfloat16) for name in cases.CASE_NAMES]
-CASES += [
-    (name, dtype)
-    for name in ("random", "repeated_experts", "padded_over")
-    for dtype in HIDDEN
-    if dtype != torch.bfloat16
-]
-SIZES = (128, 2880, 7168, 8192)
-
-
-def case_config(case, dtype):
-    return dict(
-        num_experts=case.num_experts, experts_per_rank=case.experts_per_rank, hidden_size=HIDDEN[dtype],
-        top_k=case.top_k, max_tokens_per_rank=48, dtype=dtype, alignment=case.alignment,
-    )  # fmt: skip
-
-
+SIZES = (120, 2880, 7168, 8192)
 WIDEST = dict(num_experts=1024, hidden_size=128, top_k=32, max_tokens_per_rank=48)
-
-
-def size_config(hidden):
-    return dict(num_experts=256, hidden_size=hidden, top_k=8, max_tokens_per_rank=4096)
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_every_operator(name, dtype, seed, together):
     rank, world_size = ranks()
     case = cases.route_cases(world_size, seed)[name]
-    hidden, config = HIDDEN[dtype], case_config(case, dtype)
+    config = case_config(case, dtype)
+    hidden = config["hidden_size"]
     call = Call(case.topk_idx[rank].cuda(), case.capacity[rank], case.alignment, case.slots[rank], case.max_tokens)
     given = inputs(seed, call.topk_idx.shape[0], hidden, case.top_k, call.capacity, dtype)
     with make_comm("cute", name, **config) as comm, make_comm("reference", name, **config) as ref:

@@ -1,0 +1,474 @@
+"""Runs the GPU tests on several numbers of ranks, which may share GPUs, and prints a table: `make gpu-test`.
+
+    python tests/gpu/run.py                                        # everything
+    python tests/gpu/run.py --ranks "1 2" --out results.json       # all files on 1 and on 2 ranks
+    python tests/gpu/run.py --many 72 --deaths                     # what starts many processes
+    python tests/gpu/run.py --ranks 2 --seconds 500 test_latency.py test_gather.py
+
+Ranks that share a GPU run at the same time under MPS, if it is available and there are at most four on a GPU; otherwise
+they take turns. Where a GPU has room, several groups of ranks run different files at the same time. Meanwhile other
+processes compile kernels (precompile.py). A test that hangs or ends its process counts as failed; the tests behind it
+run in new processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
+
+from mps import Mps  # noqa: E402
+
+ALONE = ("test_overlap.py", "test_progress.py")
+"""Files that look at what runs at the same time: no other group runs beside them."""
+RANKS, PROCESSES = "1 2 4", "8 18 72"
+"""Numbers of ranks for all files, and for `MANY` alone."""
+MANY = "test_many.py"
+OWN_PROCESSES = "test_deaths.py"
+FIRST = ("test_domains.py", "test_live_rows.py", "test_latency.py", "test_token_major.py", "test_domains_steps.py")
+"""The longest files begin first."""
+MOST_UNDER_MPS = 4
+"""Processes of a GPU under MPS: each needs 21 multiprocessors of 132."""
+PATIENCE = 150.0
+"""Seconds without news from any rank of a group after which it hangs."""
+STARTING = 180.0
+"""The same before the first test."""
+GRACE = 20.0
+"""Seconds before the end in which no test begins."""
+WRITTEN = 5.0
+"""Seconds between writes of the results."""
+
+
+@dataclasses.dataclass
+class Stage:
+    """Files on so many ranks. `ranks` is 0 for tests that start their processes themselves."""
+
+    name: str
+    ranks: int
+    files: list[str]
+    groups: int = 1
+    percentage: int = 0
+    """Share of a GPU's multiprocessors for each process under MPS; 0: without MPS."""
+    begun: float = 0.0
+    seconds: float = 0.0
+    tests: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    collected: list[str] = dataclasses.field(default_factory=list)
+
+    def record(self) -> dict[str, Any]:
+        tests = [{"test": test, **self.tests.get(test, {"outcome": "not run"})} for test in self.collected]
+        shown = ("name", "ranks", "groups", "percentage")
+        return {**{key: getattr(self, key) for key in shown}, "seconds": round(self.seconds, 1), "tests": tests}
+
+
+class Group:
+    """The processes of the ranks that run tests in lockstep."""
+
+    def __init__(self, run: Run, stage: Stage, number: int) -> None:
+        self.run, self.stage, self.number = run, stage, number
+        self.name = f"{stage.name.replace(' ', '-')}.{number}"
+        self.parts: list[int] = []
+        self.begun: dict[str, dict[str, Any]] = {}
+        self.starts, self.ended = 0, False
+        self.start()
+
+    def start(self) -> None:
+        """Start a process for each rank."""
+        from torch.distributed import TCPStore
+
+        self.starts += 1
+        run, stage = self.run, self.stage
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.label = f"{self.name}.{self.starts}"
+        self.current: dict[int, str] = {}
+        self.finished, self.at_work = set[int](), False
+        self.read = [0] * max(1, stage.ranks)
+        self.news = time.time()
+        run.begun_file(stage).write_text(json.dumps(sorted(run.begun(stage))))
+        env = os.environ | run.env | (run.mps.env(stage.percentage) if stage.percentage else {})
+        env |= {
+            "EP_OPS_GPU_GROUP": self.label, "EP_OPS_GPU_STAGE": stage.name.replace(" ", "-"),
+            "EP_OPS_GPU_END": str(run.end - GRACE), "EP_OPS_GPU_PARTS": " ".join(map(str, self.parts)),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": f"{run.folder.name}_{self.label}",
+        }  # fmt: skip
+        self.processes, self.logs = [], []
+        for rank in range(max(1, stage.ranks)):
+            own = env if not stage.ranks else env | {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(stage.ranks),
+                "LOCAL_WORLD_SIZE": str(stage.ranks),
+            }  # fmt: skip
+            log = run.folder / f"{self.label}.{rank}.log"
+            command = [sys.executable, "-m", "pytest", "-p", "lockstep", "-p", "no:cacheprovider", "-q", "--no-header"]
+            command += ["--tb=short", *run.args.pytest, *(str(run.args.folder / file) for file in stage.files)]
+            with open(log, "wb") as file:
+                process = subprocess.Popen(command, env=own, stdout=file, stderr=file, start_new_session=True)
+            self.processes.append(process)
+            self.logs.append(log)
+
+    def poll(self) -> None:
+        """Read the news; start others in place of processes that ended too soon, or hang."""
+        if self.ended:
+            return
+        for rank in range(len(self.processes)):
+            self.listen(rank)
+        if len(self.finished) == len(self.processes):
+            self.ended = True
+            return
+        codes = {rank: process.poll() for rank, process in enumerate(self.processes) if rank not in self.finished}
+        died = [rank for rank, code in codes.items() if code is not None]
+        quiet = time.time() - self.news
+        if died and quiet > 3:  # until then others may have more to say
+            self.replace(f"rank {died[0]} ended with {codes[died[0]]}", died)
+        elif quiet > (patience := self.run.args.patience if self.at_work else STARTING):
+            self.replace(f"no news for {patience:.0f} s", list(codes))
+
+    def listen(self, rank: int) -> None:
+        path = self.run.folder / f"{self.label}-{rank}.jsonl"
+        if not path.exists():
+            return
+        with open(path) as file:
+            file.seek(self.read[rank])
+            text = file.read()
+        whole = text[: text.rfind("\n") + 1]
+        self.read[rank] += len(whole.encode())
+        for line in whole.splitlines():
+            self.news = time.time()
+            self.take(rank, json.loads(line))
+
+    def take(self, rank: int, said: dict[str, Any]) -> None:
+        tests = self.stage.tests
+        if "finished" in said:
+            self.finished.add(rank)
+        elif "collected" in said:
+            self.stage.collected = self.stage.collected or said["collected"]
+        elif "part" in said:
+            if rank == 0 and said["part"] not in self.parts:
+                self.parts.append(said["part"])
+        elif "begin" in said:
+            self.at_work = True
+            self.current[rank] = said["begin"]
+            self.begun[said["begin"]] = said
+        elif "test" in said:
+            self.current.pop(rank, None)
+            name = said.pop("test")
+            known = tests.get(name)
+            if known is None:
+                tests[name] = said | {"group": self.number}
+            elif said["outcome"] == "failed":
+                known["text"] = (known.get("text", "") + f"\n-- rank {rank}: " + said.get("text", ""))[:6000]
+                known["outcome"] = "failed"
+            if rank == 0 and said["outcome"] == "failed":
+                self.run.say(f"{self.stage.name}: FAILED {name}")
+
+    def replace(self, why: str, ranks: Sequence[int]) -> None:
+        """End all processes, note the tests of these ranks, and start others for those behind."""
+        for process in self.processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGUSR1)  # writes where each thread is
+        time.sleep(1.0)
+        self.kill()
+        tests = sorted({self.current[rank] for rank in ranks if rank in self.current})
+        for test in self.current.values():
+            if test not in tests and test not in self.stage.tests:
+                self.begun.pop(test, None)  # once more: another test has ended the process
+        tail = "\n".join(f"-- rank {rank}\n{log.read_text(errors='replace')[-1500:]}" for rank, log in
+                         [*enumerate(self.logs)][:4])  # fmt: skip
+        for test in tests:
+            known = self.stage.tests.setdefault(test, {"group": self.number})
+            known |= {"outcome": "failed", "text": known.get("text", "") + f"\n{why}\n{tail}"}
+        self.run.say(f"{self.stage.name}: {why} in {', '.join(tests) or 'no test'}; others are started")
+        if not tests and self.starts > 2:
+            self.run.say(f"{self.stage.name}: given up\n{tail}")
+            self.ended = True
+        else:
+            self.start()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+
+class Run:
+    """All stages, one after the other."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.begun_at = args, time.time()
+        self.end = self.begun_at + args.seconds
+        self.folder = Path(tempfile.mkdtemp(prefix="ep_ops_gpu_"))
+        self.seed = int(os.environ.get("EP_OPS_TEST_SEED", secrets.randbits(31)))
+        path = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+        self.env = {
+            "PYTHONPATH": path, "EP_OPS_GPU_RUN": str(self.folder), "EP_OPS_TEST_SEED": str(self.seed),
+            "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }  # fmt: skip
+        self.gpus, self.arch, machine = gpus()
+        self.groups: list[Group] = []
+        self.written = 0.0
+        few = args.turns or self.gpus == 0
+        self.mps: Any = None if few else Mps(self.folder / "mps")
+        self.side_by_side = self.mps is not None and not self.mps.problem
+        why = "" if self.side_by_side else f" ({'not asked for' if few else self.mps.problem})"
+        self.facts = {
+            "machine": machine, "commit": commit(), "seed": self.seed, "cores": os.cpu_count(),
+            "mps": self.side_by_side, "cache": os.environ.get("EP_OPS_CACHE_DIR", ""),
+        }  # fmt: skip
+        self.say(f"{machine}; seed {self.seed}; MPS: {self.side_by_side}{why}; {self.folder}")
+        self.stages = self.planned()
+
+    def say(self, text: str) -> None:
+        print(f"[{time.time() - self.begun_at:6.1f} s] {text}", flush=True)
+
+    # ------------------------------------------------------------------ what runs
+
+    def planned(self) -> list[Stage]:
+        found = sorted(path.name for path in self.args.folder.glob("test_*.py"))
+        asked = [name if name.endswith(".py") else f"{name}.py" for name in self.args.files]
+        if missing := [name for name in asked if name not in found]:
+            raise SystemExit(f"tests/gpu has no {', '.join(missing)}")
+        files = [name for name in (*FIRST, *found) if name in (asked or found) and name in found]
+        files = [name for name in dict.fromkeys(files) if name != OWN_PROCESSES]
+        stages = []
+        args = self.args
+        some = args.ranks or args.many or args.deaths
+        for ranks in map(int, (args.ranks if some else RANKS).split()):
+            each = -(-ranks // max(1, self.gpus))
+            together = self.side_by_side and each <= MOST_UNDER_MPS
+            together = together and (ranks == 1 or each > 1)  # whole GPUs where there are enough
+            groups = (self.args.groups or MOST_UNDER_MPS // each) if together else 1
+            alone = [name for name in files if name in ALONE]
+            rest = [name for name in files if name not in ALONE]
+            if rest:
+                stages.append(Stage(f"{ranks}", ranks, rest, groups, 100 // (each * groups) if together else 0))
+            if alone:
+                share = 100 // each if together and each > 1 else 0
+                stages.append(Stage(f"{ranks} alone", ranks, alone, 1, share))
+        if MANY in (asked or found):
+            many = args.many if some else PROCESSES
+            stages += [Stage(f"{ranks} many", ranks, [MANY]) for ranks in map(int, many.split())]
+        if OWN_PROCESSES in found and (args.deaths or OWN_PROCESSES in asked or not some and not asked):
+            stages.append(Stage("deaths", 0, [OWN_PROCESSES]))
+        return stages
+
+    def begun(self, stage: Stage) -> set[str]:
+        return {test for group in self.groups if group.stage is stage for test in group.begun}
+
+    def begun_file(self, stage: Stage) -> Path:
+        return self.folder / f"begun-{stage.name.replace(' ', '-')}.json"
+
+    def go(self) -> int:
+        with self.compiling():
+            try:
+                for stage, following in zip(self.stages, [*self.stages[1:], None], strict=True):
+                    if time.time() < self.end - GRACE:
+                        self.start(stage)
+                        if following is not None and max(stage.ranks, following.ranks) <= MOST_UNDER_MPS:
+                            self.start(following)  # starting takes time, and little else
+                        self.run(stage)
+            finally:
+                for group in self.groups:
+                    group.kill()
+                if self.mps is not None and not self.mps.problem:
+                    self.mps.stop()
+                self.write()
+        print(*table(self.record()), sep="\n", flush=True)
+        if self.args.logs:
+            shutil.make_archive(self.args.logs, "gztar", self.folder)
+        outcomes = [test["outcome"] for stage in self.record()["stages"] for test in stage["tests"]]
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return int("failed" in outcomes or "not run" in outcomes or not outcomes)
+
+    def start(self, stage: Stage) -> None:
+        """Start the processes of a stage, which wait, unless they have been started."""
+        if any(group.stage is stage for group in self.groups):
+            return
+        self.list_kernels(stage)
+        for number in range(stage.groups):
+            self.groups.append(Group(self, stage, number))
+
+    def run(self, stage: Stage) -> None:
+        stage.begun = time.time()
+        how = f"{stage.groups} groups, {stage.percentage} % of a GPU each" if stage.percentage else "taking turns"
+        self.say(f"stage {stage.name}: {len(stage.files)} files on {stage.ranks} ranks, {how}")
+        mine = [group for group in self.groups if group.stage is stage]
+        for group in mine:
+            group.news = time.time()
+        (self.folder / f"go-{stage.name.replace(' ', '-')}").touch()
+        while not all(group.ended for group in mine):
+            for group in mine:
+                group.poll()
+            stage.seconds = time.time() - stage.begun
+            if time.time() > self.end:
+                for group in mine:
+                    group.kill()
+                    for test in set(group.current.values()):
+                        stage.tests.setdefault(test, {"outcome": "not run", "text": "the time was over"})
+                    group.ended = True
+            if time.time() - self.written > WRITTEN:
+                self.write()
+            time.sleep(0.1)
+        for group in mine:
+            group.kill()
+        counts = collections.Counter(test["outcome"] for test in stage.record()["tests"])
+        self.say(f"stage {stage.name}: {dict(counts)} in {stage.seconds:.1f} s")
+        self.write()
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Processes that compile kernels, while the tests run."""
+        if self.arch is None:
+            yield
+            return
+        processes = max(2, (os.cpu_count() or 4) - 2)
+        given = f"pathlib.Path({str(self.folder)!r}), {self.arch!r}, {processes}"
+        code = f"import precompile, pathlib; precompile.serve({given})"
+        with open(self.folder / "compiling.log", "wb") as log:
+            server = subprocess.Popen(
+                ["nice", sys.executable, "-c", code], env=os.environ | self.env, stdout=log, stderr=log
+            )
+        try:
+            yield
+        finally:
+            (self.folder / "end").touch()
+            try:
+                server.wait(30)
+            except subprocess.TimeoutExpired:
+                server.kill()
+            self.say((self.folder / "compiling.log").read_text()[-500:].strip())
+
+    def list_kernels(self, stage: Stage) -> None:
+        """Another process lists the kernels of the stage."""
+        if self.arch is None or not stage.ranks:
+            return
+        command = [sys.executable, str(HERE / "precompile.py"), str(self.folder), str(stage.ranks), *stage.files]
+        with open(self.folder / f"listing-{stage.name.replace(' ', '-')}.log", "wb") as log:
+            subprocess.Popen(command, env=os.environ | self.env | {"CUDA_VISIBLE_DEVICES": ""}, stdout=log, stderr=log)
+
+    # ------------------------------------------------------------------ what came out
+
+    def record(self) -> dict[str, Any]:
+        seconds = round(time.time() - self.begun_at, 1)
+        stages = [stage.record() for stage in self.stages if stage.begun]
+        return {**self.facts, "seconds": seconds, "stages": stages}
+
+    def write(self) -> None:
+        self.written = time.time()
+        if self.args.out is not None:
+            part = self.args.out.with_suffix(".part")
+            part.write_text(json.dumps(self.record(), indent=0))
+            part.replace(self.args.out)
+
+
+def table(found: dict[str, Any], slowest: int = 12) -> list[str]:
+    """Lines: files by stages, what was skipped and why, what failed, and what took longest."""
+    stages = found["stages"]
+    lines = [f"{found['machine']}, commit {found['commit']}, seed {found['seed']}, {found['seconds']:.0f} s", ""]
+    names = [stage["name"] for stage in stages]
+    cells = {}
+    for stage in stages:
+        for test in stage["tests"]:
+            cell = cells.setdefault((file_of(test), stage["name"]), collections.Counter())
+            cell[test["outcome"]] += 1
+            cell["seconds"] += sum(test.get(part, 0) for part in ("setup", "call", "teardown"))
+    lines.append("| file | " + " | ".join(f"{name}: passed, skipped, failed, not run, s" for name in names) + " |")
+    lines.append("|---" * (len(names) + 1) + "|")
+    for file in sorted({file for file, _ in cells}):
+        row = [cells.get((file, name)) for name in names]
+        lines.append(f"| {file} | " + " | ".join(map(shown, row)) + " |")
+    sums = [sum((cell for (_, of), cell in cells.items() if of == name), collections.Counter()) for name in names]
+    lines.append("| all | " + " | ".join(map(shown, sums)) + " |")
+    walls = (f"{stage['seconds']:.0f} s, {stage['groups']} groups" for stage in stages)
+    lines += ["| wall time | " + " | ".join(walls) + " |", ""]
+    reasons: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    for stage in stages:
+        for test in stage["tests"]:
+            if test["outcome"] == "skipped":
+                reasons[stage["name"], file_of(test), test.get("reason", "")] += 1
+    lines += [f"skipped, {name}, {file}: {count} × {why}" for (name, file, why), count in sorted(reasons.items())]
+    for stage in stages:
+        spent: collections.Counter[str] = collections.Counter()
+        for test in stage["tests"]:
+            spent.update({name: took for name, (took, _) in test.get("spent", {}).items()})
+        if spent:
+            shares = ", ".join(f"{took:.0f} s {name}" for name, took in spent.most_common())
+            lines.append(f"{stage['name']}: rank 0 spent {shares}")
+        longest = sorted(stage["tests"], key=lambda test: -test.get("call", 0))[:slowest]
+        for test in longest:
+            if test.get("call", 0) > 1:
+                lines.append(f"{stage['name']}: {test['call']:6.1f} s {test['test'].split('tests/gpu/')[-1]}")
+    for stage in stages:
+        lines += [
+            f"FAILED on {stage['name']}: {test['test']}\n{test.get('text', '')[-700:]}"
+            for test in stage["tests"] if test["outcome"] == "failed"
+        ]  # fmt: skip
+    return lines
+
+
+def file_of(test: dict[str, Any]) -> str:
+    return test["test"].split("::")[0].split("/")[-1]
+
+
+def shown(cell: Any) -> str:
+    if not cell:
+        return ""
+    counts = ", ".join(str(cell[name]) for name in ("passed", "skipped", "failed", "not run"))
+    return f"{counts}, {cell['seconds']:.1f}"
+
+
+def gpus() -> tuple[int, str | None, str]:
+    """Number, architecture for the compiler, and name of the GPUs, without a CUDA context in this process."""
+    asked = ["nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip().splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return 0, None, "no GPU"
+    name, capability, driver = (part.strip() for part in lines[0].split(","))
+    return len(lines), f"sm_{capability.replace('.', '')}a", f"{len(lines)} × {name}, driver {driver}"
+
+
+def commit() -> str:
+    """The commit that is tested: EP_OPS_COMMIT where there is no git."""
+    asked = subprocess.run(["git", "-C", str(HERE), "describe", "--always", "--dirty"], capture_output=True, text=True)
+    return os.environ.get("EP_OPS_COMMIT", asked.stdout.strip() or "unknown")
+
+
+def read(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", help="of tests/gpu (default: all)")
+    parser.add_argument("--ranks", default="", help=f"numbers of ranks (default of everything: {RANKS})")
+    parser.add_argument("--many", default="", help=f"numbers of ranks for {MANY} alone, taking turns ({PROCESSES})")
+    parser.add_argument("--deaths", action="store_true", help=f"{OWN_PROCESSES}, which starts its processes itself")
+    parser.add_argument("--folder", type=Path, default=HERE, help="of the tests (default: this one)")
+    parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds without news: a group hangs")
+    parser.add_argument("--seconds", type=float, default=86400.0, help="end after so long with what there is")
+    parser.add_argument("--out", type=Path, help="file for the results, written as they come (JSON)")
+    parser.add_argument("--logs", help="archive of the processes' output, without its ending")
+    parser.add_argument("--groups", type=int, default=0, help="groups of ranks at the same time (default: as fit)")
+    parser.add_argument("--turns", action="store_true", help="without MPS")
+    parser.add_argument("--pytest", action="append", default=[], metavar="ARG", help="argument of pytest; repeatable")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(Run(read(None)).go())
