@@ -9,9 +9,13 @@ from typing import Any
 
 def machine_line(run: dict[str, Any]) -> str:
     m = run["machine"]
+    shared = ""
+    if sharing := run.get("sharing"):
+        how = "at the same time under MPS" if sharing["mps"] else "by turns"
+        shared = f"; {sharing['ranks']} ranks share a GPU, {how}, with {sharing['sms']} SMs each: no times of a link"
     return (
         f"{run['world_size']} x {m['device']}, torch {m['torch']}, CUDA {m['cuda']}, NCCL {m['nccl']}, driver "
-        f"{m['driver']}, backend {m['backend']}"
+        f"{m['driver']}, backend {m['backend']}{shared}"
     )
 
 

@@ -2,6 +2,7 @@
 
 ep-ops bench latency                                           # T = 1, 2, 4, ... 256 tokens a rank
 torchrun --nproc-per-node 4 -m ep_ops bench latency --out results.json
+ep-ops bench latency --ranks 2 --against results.json          # 2 ranks may share a GPU; ratios to a recorded run
 ep-ops bench latency --tokens 64 --only work,work_pair,work_split      # with matrix products
 ep-ops bench latency --tokens 64 --deal 132,0,132 --deal 40,40,132      # blocks: senders, first receiver, all
 ep-ops bench latency --device cpu --tokens 1,2 --hidden 64 --experts 8 --top-k 2 --replays 3    # the benchmark itself
@@ -25,10 +26,11 @@ import torch
 
 from ep_ops import Communicator
 
+from .against import refuse_other_kind
 from .baselines import SameBytes
 from .latency_report import NAMES, table
 from .operators import MAX_ERROR
-from .options import add_domain_options, add_sizes, names_of, new_parser, numbers, positive, read
+from .options import add_against, add_domain_options, add_sizes, names_of, new_parser, numbers, positive, read
 from .presets import SUM_FORMAT
 from .ranks import Run, on_every_rank
 from .steps import Idle, Steps
@@ -57,11 +59,23 @@ def parser() -> argparse.ArgumentParser:
         "--deal", type=numbers, action="append", metavar="N,N,N", help="of blocks, not the library's choice; repeatable"
     )
     add_domain_options(options)
+    add_against(options)
     return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return on_every_rank(measure, read(parser(), argv))
+    options = parser()
+    args = read(options, argv)
+    refuse_other_kind(options, args, **facts_of(args))
+    return on_every_rank(measure, args)
+
+
+SIZES = ("hidden", "experts", "top_k", "pairs")
+
+
+def facts_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what two runs that can be compared have in common."""
+    return {"benchmark": "latency", **{key: getattr(args, key) for key in SIZES}}
 
 
 def measure(device: torch.device, args: argparse.Namespace) -> None:
@@ -74,8 +88,7 @@ class Latency(Run):
 
     def __init__(self, device: torch.device, args: argparse.Namespace) -> None:
         self.few = max(1, args.replays // 10)
-        facts = {key: getattr(args, key) for key in ("hidden", "experts", "top_k", "pairs", "replays")}
-        facts |= {"benchmark": "latency", "dtype": "bf16", "few": self.few}
+        facts = {**facts_of(args), "replays": args.replays, "dtype": "bf16", "few": self.few}
         super().__init__(device, args, table, **facts, host=[], results=[])
         self.now: dict[str, Any] = {}
 
@@ -140,7 +153,7 @@ class Latency(Run):
                 self.add(f"{op}_wait", wait)
         if self.wants("combine_fp8") and steps.workload.hidden % 32 == 0:
             self.add("combine_fp8", self.graph(functools.partial(steps.combine, format=SUM_FORMAT), many))
-        if self.wants("dispatch_nccl", "pair_nccl") and self.world_size > 1:
+        if self.wants("dispatch_nccl", "pair_nccl") and self.world_size > 1 and not self.sharing:
             traffic = measure_traffic(steps.given(0)[1], steps.workload.experts, self.world_size)
             same = SameBytes(steps.workload, traffic, self.rank, self.device)
             self.add("dispatch_nccl", self.graph(same.dispatch, few))

@@ -8,6 +8,9 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from ep_ops.commands.arguments import add_device_options, choose_device, positive
+from ep_ops.commands.launch import gpu_count
+
+from .against import recorded
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -61,10 +64,18 @@ def add_sizes(options: argparse.ArgumentParser, tokens: int | tuple[int, ...] = 
 
 
 def read(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the options, select the device and the number of ranks, and reject sizes that contradict each other."""
+    """Parse the options, select the device and the number of ranks, and reject sizes that contradict each other.
+
+    `args.sharing` becomes the number of ranks of each GPU. More ranks than GPUs share them.
+    """
     args = options.parse_args(argv)
+    asked, args.ranks = args.ranks, None
     choose_device(options, args)
-    args.ranks = int(os.environ.get("WORLD_SIZE", args.ranks))  # of torchrun
+    args.ranks = int(os.environ.get("WORLD_SIZE", asked or args.ranks))  # of torchrun
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks))
+    args.sharing = -(-here // gpu_count()) if args.device == "cuda" else 1
+    if args.sharing > 1 and args.backend == "auto":  # which takes the reference where ranks share a GPU
+        args.backend = "cute"
     if (hidden := getattr(args, "hidden", None)) and hidden % 8:
         options.error(f"--hidden is {hidden}; it must be a multiple of 8 (rows of 16 bytes)")
     if hasattr(args, "experts") and args.top_k > args.experts:
@@ -72,6 +83,13 @@ def read(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     if (size := getattr(args, "domain_size", None)) and args.ranks % size:
         options.error(f"--domain-size is {size}; it must divide the {args.ranks} ranks")
     return args
+
+
+def add_against(options: argparse.ArgumentParser) -> None:
+    """Add the option of benchmarks whose results can be compared with earlier ones."""
+    options.add_argument(
+        "--against", type=recorded, metavar="FILE", help="print ratios to a run that --out has written to FILE"
+    )
 
 
 def add_domain_options(options: argparse.ArgumentParser) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ import torch
 import torch.distributed as dist
 
 from ep_ops import Communicator
-from ep_ops.commands.launch import launch, process_group
+from ep_ops.commands.launch import gpu_count, launch, process_group
 
+from . import against
 from .figures import machine_line
 from .machine import describe
-from .timing import Timer
+from .timing import Timer, largest
 from .workloads import Workload
 
 Found = dict[str, Any]
@@ -41,8 +43,33 @@ def on_every_rank(measure: Measure, args: argparse.Namespace) -> int:
 
 
 def _process(rank: int, port: int | None, world_size: int, measure: Measure, args: argparse.Namespace) -> None:
-    with process_group(rank, port, world_size, args.device, TIMEOUT) as device:
+    group = sharing_group if args.sharing > 1 else process_group
+    with group(rank, port, world_size, args.device, TIMEOUT) as device:
         measure(device, args)
+
+
+@contextlib.contextmanager
+def sharing_group(rank: int, port: int | None, world_size: int, kind: str, timeout: float) -> Iterator[torch.device]:
+    """As `process_group`, for ranks that share GPUs. NCCL does not take them, so the group is one of gloo."""
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    device, options = torch.device(kind, rank % gpu_count()), dict[str, Any]()
+    torch.cuda.set_device(device)
+    if port is not None:
+        options = {"store": dist.TCPStore("127.0.0.1", port, is_master=False), "rank": rank, "world_size": world_size}
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout), **options)
+    yield device
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def sharing_of(args: argparse.Namespace) -> Found:
+    """Return facts for the file of a run whose ranks share GPUs: ranks of each GPU, multiprocessors of each rank (see
+    `Run.communicator`), and whether the ranks run at the same time (under MPS) or take turns."""
+    if args.sharing == 1:
+        return {}
+    at_once = any(name in os.environ for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"))
+    return {"sharing": {"ranks": args.sharing, "sms": 0, "mps": at_once}}
 
 
 BAR = 10
@@ -73,20 +100,26 @@ class Run(contextlib.AbstractContextManager[Any]):
 
             self.barrier = DeviceBarrier(device)
         self.timer = Timer(device, self.barrier)
+        facts = {**sharing_of(args), **facts}
         self.found: Found = {"version": 1, "machine": describe(device), "world_size": self.world_size, **facts}
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if self.rank == 0:  # after an error, what was found until then
-            print(machine_line(self.found), *self.table(self.found), sep="\n", flush=True)
+            lines = [machine_line(self.found), *self.table(self.found)]
+            if (earlier := getattr(self.args, "against", None)) is not None:
+                lines += against.lines(self.found, earlier)
+            print(*lines, sep="\n", flush=True)
         if self.on_link and error is None:
             self.barrier.free()
 
+    @property
+    def sharing(self) -> bool:
+        """Whether ranks share GPUs."""
+        return "sharing" in self.found
+
     def worst(self, errors: dict[str, float]) -> dict[str, float]:
         """Return the largest errors of all ranks."""
-        worst = torch.tensor(list(errors.values()), dtype=torch.float64, device=self.device)
-        if self.world_size > 1:
-            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        return dict(zip(errors, worst.tolist(), strict=True))
+        return dict(zip(errors, largest(list(errors.values()), self.device), strict=True))
 
     def communicator(self, workload: Workload, **options: Any) -> Communicator:
         """Create a communicator of the workload's sizes and record what the file says about it. Collective."""
@@ -97,6 +130,8 @@ class Run(contextlib.AbstractContextManager[Any]):
             backend=self.args.backend, timeout=TIMEOUT, **domains, **options,
         )  # fmt: skip
         self.found["machine"]["backend"] = comm.backend.name
+        if self.sharing:
+            self.found["sharing"]["sms"] = comm.multiprocessors
         if domains["domain_size"] is not None or len(comm.config.domains) > 1:
             self.found |= domains | {"wire": comm.config.wire}
         return comm
@@ -114,7 +149,7 @@ class Run(contextlib.AbstractContextManager[Any]):
         from ep_ops.commands.compile import arch_of, compile_all
 
         wanted = dict.fromkeys(kernel for comm in comms for kernel in all_kernels(comm.config, formats))
-        if self.device.index == 0:
+        if int(os.environ.get("LOCAL_RANK", self.rank)) == 0:
             compile_all(list(wanted), arch_of(self.device))
         dist.barrier()
         self.say(f"{len(wanted)} kernels are compiled")

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from cute_kernels.formats import Form
 from ep_ops import Communicator
@@ -22,7 +21,7 @@ from .operators import MAX_ERROR, Calls
 from .presets import FORMATS, GATHERED, OPERATORS, SUM_FORMAT, SUMS, TOKEN_MAJOR, Case, Preset
 from .ranks import Run
 from .report import complete, table
-from .timing import CHAIN, Timing
+from .timing import CHAIN, Timing, largest
 from .workloads import ALIGNMENT, Workload, expected_traffic
 
 CROSSINGS = {"host_dispatch": 0, "pair_forward": 2, "pair_forward_backward": 4}
@@ -38,7 +37,7 @@ class Session(Run):
     def run(self, preset: Preset) -> None:
         """Run a preset. The file is written after each result."""
         self.say(f"{self.world_size} ranks on {self.found['machine']['device']}")
-        if self.on_link and preset.link_sms:
+        if self.on_link and not self.sharing and preset.link_sms:
             for row_bytes in preset.row_bytes:
                 self.link(row_bytes, preset.link_sms)
         self.steps = sum(len(case.measure) for case in preset.cases)
@@ -97,14 +96,15 @@ class Session(Run):
                     self.operator(case, calls, op, calls.call(op))
             if "host" in case.measure:
                 self.add(case, calls, "host_dispatch", self.timer.host(calls.dispatcher("dispatch"), iterations))
-            if "nccl" in case.measure and self.world_size > 1:
+            if "nccl" in case.measure and self.world_size > 1 and not self.sharing:
                 same = SameBytes(case.workload, calls.traffic, self.rank, self.device)
                 for direction in ("dispatch", "combine"):
                     call = getattr(same, direction)
                     timing, steady = self.timer.whole(call, iterations), self.timer.steady(call, iterations)
                     self.add(case, calls, f"nccl_{direction}", timing, steady)
                 del same
-            if "eager" in case.measure and self.world_size > 1 and case.workload.experts % self.world_size == 0:
+            even = case.workload.experts % self.world_size == 0
+            if "eager" in case.measure and self.world_size > 1 and even and not self.sharing:
                 for op, call in zip(("eager_dispatch", "eager_combine"), calls.eager(), strict=True):
                     self.add(case, calls, op, self.timer.whole(call, max(1, iterations // 2)))
         if "pair" in case.measure:
@@ -143,7 +143,7 @@ class Session(Run):
             "given_sms": case.dispatch_sms,
             "dispatch_sms": dispatch_sms,
             "combine_sms": combine_sms,
-            "nvlink_bytes": CROSSINGS.get(op, 1) * rows * traveling_bytes(op, workload),
+            "nvlink_bytes": 0 if self.sharing else CROSSINGS.get(op, 1) * rows * traveling_bytes(op, workload),
             "rows_expanded": list(calls.traffic.expanded),
             **timing.record(),
         }
@@ -176,15 +176,14 @@ class Session(Run):
         return comm
 
     def out_of_time(self) -> bool:
-        """Return whether time is over, as rank 0 sees it."""
+        """Return whether time is over on any rank."""
         if self.args.seconds is None:
             return False
-        over = torch.tensor(int(time.perf_counter() - self.began > self.args.seconds), device=self.device)
-        if self.world_size > 1:
-            dist.broadcast(over, 0)
+        passed = time.perf_counter() - self.began > self.args.seconds
+        over = bool(largest([float(passed)], self.device)[0])
         if over:
             self.say(f"{self.args.seconds} s have passed: the rest is left out")
-        return bool(over)
+        return over
 
     def save(self) -> None:
         complete(self.found)

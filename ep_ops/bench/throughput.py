@@ -2,6 +2,7 @@
 
 ep-ops bench throughput                                        # workload A, one process for each visible GPU
 torchrun --nproc-per-node 4 -m ep_ops bench throughput --preset full --out results.json
+ep-ops bench throughput --ranks 2 --against results.json       # 2 ranks may share a GPU; ratios to a recorded run
 ep-ops bench throughput --preset sizes --dry-run               # what would be measured; needs no GPU
 ep-ops bench throughput --preset tiny --device cpu             # the benchmark itself, on two CPU processes
 """
@@ -15,7 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .options import add_domain_options, names_of, new_parser, numbers, positive, read
+from .against import refuse_other_kind
+from .options import add_against, add_domain_options, names_of, new_parser, numbers, positive, read
 from .presets import MEASURABLE, PRESETS, Preset, over_sms
 from .ranks import on_every_rank
 from .session import Session
@@ -38,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--iterations", type=positive, default=20, help="timed calls of each (default: %(default)s)")
     options.add_argument("--seconds", type=float, help="start no further workload after that many seconds")
     add_domain_options(options)
+    add_against(options)
     options.add_argument("--dry-run", action="store_true", help="print what would be measured, and stop")
     return options
 
@@ -50,9 +53,11 @@ def preset_of(args: argparse.Namespace) -> Preset:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = read(parser(), argv)
+    options = parser()
+    args = read(options, argv)
     if args.preset is None:
         args.preset = "quick" if args.device == "cuda" or args.dry_run else "tiny"
+    refuse_other_kind(options, args, preset=args.preset)
     if args.dry_run:
         if os.environ.get("RANK", "0") == "0":
             print(plan_text(preset_of(args), args.ranks))

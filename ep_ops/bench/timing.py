@@ -211,10 +211,16 @@ class Timer:
         return self._longest([1e3 * start.elapsed_time(end) / count for start, end in spans])
 
     def _longest(self, took: list[float]) -> Timing:
-        longest = torch.tensor(took, dtype=torch.float64, device=self.device)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-        return Timing(tuple(longest.tolist()))
+        return Timing(tuple(largest(took, self.device)))
+
+
+def largest(values: list[float], device: torch.device) -> list[float]:
+    """Return the largest of each value over all ranks. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return values
+    found = torch.tensor(values, dtype=torch.float64, device="cpu" if dist.get_backend() == "gloo" else device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.tolist()
 
 
 def repeat(call: Callable[[int], Any], count: int, first: int = 0) -> None:
