@@ -1,3 +1,3 @@
-"""The version, which ranks compare when they make a communicator."""
+"""The version, the only place that states it. Ranks compare it when they create a communicator."""
 
 __version__ = "0.1.0"

@@ -44,11 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
+    from ep_ops import __version__
     from ep_ops.commands.compile import add_options
 
     top = argparse.ArgumentParser(
         prog="ep-ops", description="Expert-parallel dispatch and combine as PyTorch operators."
     )
+    top.add_argument("--version", action="version", version=f"ep_ops {__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser(

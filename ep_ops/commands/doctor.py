@@ -21,6 +21,7 @@ DISTRIBUTIONS = ("numpy", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings
 def report() -> str:
     sections = {
         "versions": versions,
+        "CUDA": cuda,
         "GPUs": gpus,
         "peer access": peer_access,
         "NVLink": nvlink,
@@ -64,6 +65,24 @@ def installed(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def cuda() -> list[str]:
+    """Compare the CUDA version of the installed extra with torch's."""
+    wanted = torch.version.cuda
+    if wanted is None:
+        return ["torch is a CPU build, so kernels cannot run"]
+    major = wanted.partition(".")[0]
+    try:
+        from cute_kernels import jit
+    except ImportError as error:
+        return [f"no extra is installed ({error}): pip install 'ep_ops[cu{major}]'"]
+    found = {"the CuTe DSL": jit.versions()["cuda"], "cuda-bindings": installed("cuda-bindings") or "unknown"}
+    others = [f"{name} has CUDA {version}" for name, version in found.items() if version.partition(".")[0] != major]
+    if not others:
+        return [f"the extra cu{major} matches torch (CUDA {wanted})"]
+    remove = "pip uninstall nvidia-cutlass-dsl-libs-cu13 && " if major == "12" else ""
+    return [f"{' and '.join(others)}, but torch has CUDA {wanted}: {remove}pip install 'ep_ops[cu{major}]'"]
 
 
 def driver() -> str:

@@ -163,6 +163,7 @@ def test_doctor() -> None:
     titles = [line for line in done.stdout.splitlines() if not line.startswith(" ")]
     assert titles == [
         "versions",
+        "CUDA",
         "GPUs",
         "peer access",
         "NVLink",
@@ -176,6 +177,45 @@ def test_doctor() -> None:
     assert "could not tell" not in done.stdout
     if not torch.cuda.is_available():
         assert "reference, because torch sees no GPU" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "wanted, compiler, bindings, said",
+    [
+        (None, "12.9", "13.5.0", "torch is a CPU build, so kernels cannot run"),
+        ("13.0", "13.0", "13.5.0", "the extra cu13 matches torch (CUDA 13.0)"),
+        ("12.8", "12.9", "12.9.4", "the extra cu12 matches torch (CUDA 12.8)"),
+        ("13.0", "12.9", "13.5.0", "the CuTe DSL has CUDA 12.9, but torch has CUDA 13.0: pip install 'ep_ops[cu13]'"),
+        ("13.0", "13.0", "12.9", "cuda-bindings has CUDA 12.9, but torch has CUDA 13.0: pip install 'ep_ops[cu13]'"),
+        (
+            "12.8", "13.0", "13.5.0",
+            "the CuTe DSL has CUDA 13.0 and cuda-bindings has CUDA 13.5.0, but torch has CUDA 12.8:"
+            " pip uninstall nvidia-cutlass-dsl-libs-cu13 && pip install 'ep_ops[cu12]'",
+        ),
+    ],
+)  # fmt: skip
+def test_doctor_compares_the_extra_with_torch(
+    wanted: str | None, compiler: str, bindings: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jit = types.ModuleType("cute_kernels.jit")
+    jit.versions = lambda: {"cuda": compiler}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cute_kernels.jit", jit)
+    monkeypatch.setitem(sys.modules, "cute_kernels", types.SimpleNamespace(jit=jit))  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.version, "cuda", wanted)
+    monkeypatch.setattr(doctor, "installed", lambda name: bindings)
+    assert doctor.cuda() == [said]
+
+
+def test_doctor_without_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cute_kernels", None)  # type: ignore[arg-type]  as if it could not be imported
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    (said,) = doctor.cuda()
+    assert said.startswith("no extra is installed (") and said.endswith("): pip install 'ep_ops[cu12]'")
+
+
+def test_version() -> None:
+    done = run([sys.executable, "-m", "ep_ops", "--version"])
+    assert (done.returncode, done.stdout) == (0, f"ep_ops {ep_ops.__version__}\n"), done.stderr
 
 
 def pretend_gpus(monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], closed: set) -> None:

@@ -484,7 +484,7 @@ def test_import_needs_nothing_and_exit_is_silent() -> None:
         heavy = {"torch._inductor.lowering", "torch._dynamo", "cute_kernels", "ep_ops.nn"}
         assert not (set(sys.modules) - before) & heavy, (set(sys.modules) - before) & heavy
         assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()
-        assert ep_ops.nn.MoELayer and ep_ops.__version__ == "0.1.0"
+        assert ep_ops.nn.MoELayer and ep_ops.__version__
         assert {"Communicator", "Route", "Dispatched", "memory_plan"} <= set(ep_ops.__all__)
         try:
             ep_ops.nothing

@@ -1,13 +1,20 @@
-"""What a release states about itself: required versions of other packages."""
+"""What a release states about itself, what it contains, and the workflows that test and publish it."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+import ep_ops
+from ep_ops import Config
+from ep_ops.commands import cli
 
 if sys.version_info < (3, 11):
     pytest.skip("reads pyproject.toml: needs Python 3.11", allow_module_level=True)
@@ -39,3 +46,44 @@ def test_the_weekly_workflow_tests_the_oldest_toolchain() -> None:
     workflow = (ROOT / ".github/workflows/ci.yml").read_text()
     (oldest,) = re.findall(r"- (nvidia-cutlass-dsl==4\.8\.0 apache-tvm-ffi==0\.1\.11) ", workflow)
     assert oldest.split() == [f"{package}=={versions[0]}" for package, versions in TOOLCHAIN.items()]
+
+
+def test_the_installation_test_runs_every_command() -> None:
+    """`.ci/commands` runs each command and benchmark of `ep-ops`."""
+    ran = set(re.findall(r"^run (bench \w+|[\w-]+)", (ROOT / ".ci/commands").read_text(), re.M))
+    (commands,) = (action.choices for action in cli.parser()._actions if isinstance(action.choices, dict))
+    assert ran == {"--version", *set(commands) - {"bench"}, *(f"bench {kind}" for kind in cli.BENCHMARKS)}
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="compares with the files of a checkout")
+def test_the_source_distribution_contains_every_file(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", minversion="77", reason="builds a source distribution: needs setuptools>=77")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    files = {name for name in listed if (ROOT / name).exists()}  # not those that are about to be removed
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    build = "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
+    built = subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert built.returncode == 0, built.stderr
+    with tarfile.open(tmp_path / "dist" / f"ep_ops-{ep_ops.__version__}.tar.gz") as archive:
+        contained = {name.partition("/")[2] for name in archive.getnames()}
+        metadata = archive.extractfile(f"ep_ops-{ep_ops.__version__}/PKG-INFO").read().decode()  # type: ignore[union-attr]
+    assert files - contained == {".gitignore"}
+    assert f"\nVersion: {ep_ops.__version__}\n" in metadata
+
+
+def test_the_version_has_one_place() -> None:
+    assert "version" not in PROJECT and "version" in PROJECT["dynamic"]
+    assert not re.search("^version:", (ROOT / "CITATION.cff").read_text(), re.M)
+
+
+def test_actions_are_pinned_by_commit() -> None:
+    for workflow in (ROOT / ".github/workflows").glob("*.yml"):
+        for used in re.findall(r"uses: (?!\./)(.*)", workflow.read_text()):
+            assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[\d.]+", used), f"{workflow.name}: {used}"
+
+
+def test_the_bug_template_asks_for_an_allowed_check() -> None:
+    (asked,) = re.findall(r"EP_OPS_CHECK=(\w+)", (ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text())
+    assert Config(num_experts=2, hidden_size=64, top_k=1, max_tokens_per_rank=1, check=asked).check == "1"
