@@ -41,8 +41,10 @@ except ImportError as error:
 
 from ep_ops import registry
 from ep_ops.communicator import Communicator
+from ep_ops.integrations.spread_checks import check_equal, check_launch, check_optimizers, check_unwrapped
 from ep_ops.nn import expert_of_rows
-from ep_ops.nn.experts import check_split, experts_dtensor, refuse_plain
+from ep_ops.nn.apart import check_averaging, parameters_apart
+from ep_ops.nn.expert_module import check_split, check_state, experts_dtensor, local_part
 
 _TOP_K = "num_experts_per_tok", "top_k_experts", "moe_topk"
 
@@ -86,9 +88,12 @@ def spread_experts(
         Names of the modules of experts, each of which has the attribute ``comm``.
 
     Raises:
-        ValueError: there are no experts, top_k is unknown, the model was sharded before, or ``experts_per_rank`` is not
-            the default.
+        ValueError: there are no experts, top_k is unknown, the model was sharded before or has parametrized experts,
+            the experts' weights differ between ranks, or ``experts_per_rank`` is not the default.
+        RuntimeError: an optimizer holds parameters of the experts, or a launcher has started several processes but
+            ``torch.distributed`` is not initialized.
     """
+    check_launch(group)
     for block in model.modules():
         if isinstance(block, Llama4TextMoe):
             _give_routing(block)
@@ -98,20 +103,29 @@ def spread_experts(
     ]
     if not found:
         raise ValueError(f"{type(model).__name__} has no MoE layer that transformers can spread over ranks")
-    for name in found:
-        if model.get_submodule(name)._is_expert_parallel:
+    modules: dict[str, Any] = {name: model.get_submodule(name) for name in found}
+    for name, experts in modules.items():
+        if experts._is_expert_parallel:
             raise ValueError(f"{name} of {type(model).__name__} is already spread over ranks; call spread_experts once")
-    for name in found:
-        experts: Any = model.get_submodule(name)
-        _spread(experts, group, capacity, options | {"max_tokens_per_rank": max_tokens_per_rank})
+        check_unwrapped(name, experts)
+    options |= {"max_tokens_per_rank": max_tokens_per_rank}
+    comms = {name: _communicator(experts, group, options) for name, experts in modules.items()}
+    if comms[found[0]].world_size > 1:
+        check_optimizers({f"{name}.{last}": p for name, m in modules.items() for last, p in _of_experts(m).items()})
+        check_equal(
+            comms[found[0]], {f"{name}.{last}": p for name, m in modules.items() for last, p in m.named_parameters()}
+        )
+    made: dict[nn.Parameter, nn.Parameter] = {}  # layers may share experts
+    for name, experts in modules.items():
+        _spread(experts, comms[name], capacity, made)
     saves: Any = model
     if hasattr(model, "save_pretrained"):
         saves.save_pretrained = functools.partial(_save_whole, model, type(saves).save_pretrained)
     return found
 
 
-def _spread(experts: Any, group: dist.ProcessGroup | None, capacity: int | None, options: dict[str, Any]) -> None:
-    """Shard one module of experts."""
+def _communicator(experts: Any, group: dist.ProcessGroup | None, options: dict[str, Any]) -> Communicator:
+    """Return the communicator of one module of experts. Layers of equal sizes share one."""
     parameter = next(experts.parameters())
     top_k = options.get("top_k") or _top_k(experts)
     row = experts.down_proj.shape[-1 if experts.is_transposed else -2]  # may differ from the model's hidden size
@@ -120,17 +134,49 @@ def _spread(experts: Any, group: dist.ProcessGroup | None, capacity: int | None,
         device=parameter.device, **options | {"top_k": top_k},
     )  # fmt: skip
     check_split(comm, "spread_experts")
+    return comm
+
+
+def _of_experts(experts: Any) -> dict[str, nn.Parameter]:
+    """Return the parameters with one entry for each expert."""
+    return {name: p for name, p in experts.named_parameters(recurse=False) if p.shape[:1] == (experts.num_experts,)}
+
+
+def _spread(
+    experts: Any, comm: Communicator, capacity: int | None, made: dict[nn.Parameter, nn.Parameter]
+) -> None:  # fmt: skip
+    """Shard one module of experts. ``made``: parameters that were sharded before, and those that replace them."""
     mine = slice(comm.first_local_expert, comm.first_local_expert + comm.num_local_experts)
-    whole = dict(experts.named_parameters(recurse=False))
-    spread = [name for name, p in whole.items() if p.shape[:1] == (comm.num_experts,)]
-    for name in spread:
-        own = experts_dtensor(comm, whole[name].detach()[mine].clone())
-        setattr(experts, name, nn.Parameter(own, requires_grad=whole[name].requires_grad))
-    experts.register_load_state_dict_pre_hook(refuse_plain)
+    spread = _of_experts(experts)
+    for name, whole in spread.items() if comm.world_size > 1 else ():
+        if whole not in made:
+            own = experts_dtensor(comm, whole.detach()[mine].clone())
+            made[whole] = nn.Parameter(own, requires_grad=whole.requires_grad)
+        setattr(experts, name, made[whole])
+    experts.register_load_state_dict_pre_hook(check_state)
     experts.num_experts, experts._is_expert_parallel = comm.num_local_experts, True
-    experts.forward = functools.partial(_through, comm, capacity, experts, experts.forward)
-    experts.expert_parameters = functools.partial(_parameters, experts, spread)
-    experts.comm = comm
+    experts.forward = _Spread(capacity, experts, experts.forward)
+    # The attributes of ep_ops.nn.ExpertModule. Other parameters, such as a norm after the experts, are alike on all
+    # ranks.
+    experts.comm, experts.gradient_divisor, experts.expert_names = comm, None, tuple(spread)
+    experts.expert_parameters = functools.partial(parameters_apart, experts)
+
+
+class _Spread:
+    """The forward of a module whose experts are spread over ranks."""
+
+    def __init__(self, capacity: int | None, experts: Any, forward: Callable[..., Tensor]) -> None:
+        self.capacity, self.experts, self.forward = capacity, experts, forward
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self._check_averaging()
+        given = hidden_states, top_k_index, top_k_weights
+        return _through(self.experts.comm, self.capacity, self.experts, self.forward, *given)
+
+    @torch.compiler.assume_constant_result  # runs while torch.compile traces, and adds no guard
+    def _check_averaging(self) -> None:
+        check_averaging(self.experts)
 
 
 class EpOps(EPImplementation):
@@ -201,10 +247,11 @@ def _through(
 
 @contextlib.contextmanager
 def _local_parameters(experts: nn.Module) -> Iterator[None]:
-    """Replace parameters that are DTensors by this rank's shards within the block."""
+    """Replace the parameters of the experts by this rank's shards within the block."""
     parameters: dict[str, Any] = experts._parameters
-    whole = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
-    parameters.update({name: p.to_local() for name, p in whole.items()})
+    names = getattr(experts, "expert_names", ())
+    whole = {name: p for name, p in parameters.items() if isinstance(p, DTensor) or name in names}
+    parameters.update({name: local_part(experts, p) for name, p in whole.items()})
     try:
         yield
     finally:
@@ -239,11 +286,6 @@ def _llama4_forward(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     scores, logits = block.router(x)
     ids = logits.topk(block.top_k, dim=1).indices
     return block.shared_expert(x) + block.experts(x, ids, scores.gather(1, ids)), logits
-
-
-def _parameters(experts: nn.Module, spread: list[str]) -> list[nn.Parameter]:
-    """Return the sharded parameters. All ranks hold others, such as a norm after the experts."""
-    return [experts.get_parameter(name) for name in spread]
 
 
 def _save_whole(model: nn.Module, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

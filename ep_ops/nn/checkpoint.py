@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ep_ops.nn.experts import Experts, local_parts
+from ep_ops.nn.expert_module import fill_weight
+from ep_ops.nn.experts import Experts
 
 
 def load_experts(
@@ -17,7 +18,9 @@ def load_experts(
     """Fill this rank's experts from a checkpoint with one matrix for each expert and projection, such as Hugging
     Face's.
 
-    Reads only the experts of this rank, one matrix at a time. Experts that FSDP2 has sharded can be filled as well.
+    Reads only the experts of this rank, one matrix at a time. Experts that FSDP2 has sharded can be filled as well. If
+    ``torch.nn.utils.parametrize`` parametrizes the weights, the original weights are filled: as they are for low-rank
+    adapters, or with what ``right_inverse`` returns.
 
     Args:
         experts: the module to fill.
@@ -39,9 +42,9 @@ def load_experts(
 
     gate, up, down = projections
     inner, hidden = experts.w_out.shape[1:]
-    with torch.no_grad():
-        for expert, local, part in local_parts(experts.w_in):
-            matrices = [matrix(expert, name, (inner, hidden)) for name in (gate, up)]
-            local.copy_(torch.cat(matrices, dim=1)[part])
-        for expert, local, part in local_parts(experts.w_out):
-            local.copy_(matrix(expert, down, (hidden, inner))[part])
+
+    def gate_and_up(expert: int) -> Tensor:
+        return torch.cat([matrix(expert, name, (inner, hidden)) for name in (gate, up)], dim=1)
+
+    fill_weight(experts, "w_in", gate_and_up)
+    fill_weight(experts, "w_out", lambda expert: matrix(expert, down, (hidden, inner)))

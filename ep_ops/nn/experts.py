@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
 from ep_ops import inputs
 from ep_ops.communicator import Communicator
-from ep_ops.config import default_experts
 from ep_ops.formats import combine_format_problem, format_of, refuse_hidden
 from ep_ops.nn.expert_mlp import Computed, SentTokens, end, expert_mlp, expert_rows, is_late
+from ep_ops.nn.expert_module import ExpertModule, check_split, fill_weight
 from ep_ops.nn.grouped import TORCH, Gemms
 from ep_ops.nn.scaled import ROW
 from ep_ops.operators.eager import fits, misfit
@@ -23,7 +22,7 @@ from ep_ops.overflow import recomputing
 from ep_ops.records import check_types
 
 
-class Experts(nn.Module):
+class Experts(ExpertModule):
     """SwiGLU experts, sharded over the ranks of a communicator. This rank holds ``comm.num_local_experts`` of them.
 
     On more than one rank the parameters are DTensors of all experts with the placement ``Shard(0)`` over
@@ -88,15 +87,7 @@ class Experts(nn.Module):
         self.w_in = nn.Parameter(self.from_local(made(held, hidden, 2 * intermediate_size)))
         self.w_out = nn.Parameter(self.from_local(made(held, intermediate_size, hidden)))
         self.register_buffer("dropped", torch.zeros(held, dtype=torch.int32, device=device), persistent=False)
-        self.register_load_state_dict_pre_hook(refuse_plain)
         self.reset_parameters()
-
-    def from_local(self, local: Tensor) -> Tensor:
-        """Return the DTensor of all experts whose shard on this rank is ``local`` [El, ...]; on one rank, ``local``.
-
-        Use it for additional parameters with one entry for each expert, such as adapters and biases. Differentiable.
-        """
-        return experts_dtensor(self.comm, local)
 
     def reset_parameters(self) -> None:
         """Draw the initial weights of this rank's experts and set ``dropped`` to zero.
@@ -104,9 +95,9 @@ class Experts(nn.Module):
         Call it after ``to_empty``, also if FSDP2 has sharded the parameters. Does nothing on the meta device.
         """
         with torch.no_grad():
-            for weight, seeds in ((self.w_in, 0), (self.w_out, 1)):
-                for expert, local, part in local_parts(weight):
-                    local.copy_(draw_expert(weight.shape[1:], self.seed, expert, seeds)[part])
+            for which, name in enumerate(("w_in", "w_out")):
+                shape = getattr(self, name).shape[1:]
+                fill_weight(self, name, lambda e, shape=shape, which=which: draw_expert(shape, self.seed, e, which))
             if not self.dropped.is_meta:
                 self.dropped.zero_()
 
@@ -230,57 +221,9 @@ class Experts(nn.Module):
             tokens = comm.max_tokens_per_rank if max_tokens is None else max_tokens
             reject(operator, comm.backend, error, flight, tokens)
 
-    def expert_parameters(self) -> list[nn.Parameter]:
-        """Return all parameters of this module. Each rank holds a different part of them."""
-        return list(self.parameters())
-
     def _count(self, dropped: Tensor) -> None:
         if self.capacity is not None and not recomputing():
             self.dropped += dropped
-
-    def local_weight(self, name: str) -> Tensor:
-        """Return this rank's experts of the parameter ``name``, in the dtype of the rows."""
-        weight = getattr(self, name)
-        local = weight.to_local() if isinstance(weight, DTensor) else weight
-        if local.shape != (self.comm.num_local_experts, *weight.shape[1:]):
-            raise RuntimeError(
-                f"{name} has local shape {tuple(local.shape)}; allowed:"
-                f" {(self.comm.num_local_experts, *weight.shape[1:])}. FSDP2 gathers parameters when the module is"
-                " called; around steps() call unshard() and reshard()"
-            )
-        return local.to(self.comm.dtype)
-
-
-def refuse_plain(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    """Raise TypeError for state dicts with ordinary tensors where parameters are DTensors."""
-    for name, parameter in module.named_parameters():
-        given = state.get(prefix + name)
-        if isinstance(parameter, DTensor) and isinstance(given, Tensor) and not isinstance(given, DTensor):
-            raise TypeError(
-                f"{prefix}{name} is a {type(given).__name__}, but the parameter is a DTensor of all ranks' experts;"
-                " load full tensors with torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state,"
-                " options=StateDictOptions(full_state_dict=True))"
-            )
-
-
-def check_split(comm: Communicator, what: str) -> None:
-    """Raise ValueError unless ranks hold as many experts as ``Shard(0)`` of a DTensor gives them."""
-    allowed = default_experts(comm.num_experts, comm.world_size)
-    if comm.experts_per_rank != allowed:
-        raise ValueError(
-            f"experts_per_rank of communicator {comm.name!r} is {comm.experts_per_rank}; {what} takes the default,"
-            f" {allowed}, which is how DTensors are sharded"
-        )
-
-
-def experts_dtensor(comm: Communicator, local: Tensor) -> Tensor:
-    """Return the DTensor of all experts whose shard on this rank is ``local`` [El, ...]; on one rank, ``local``."""
-    mesh = comm.expert_mesh()
-    if mesh is None:
-        return local
-    shape = torch.Size((comm.num_experts, *local.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
 def check_size(name: str, size: Any, least: int) -> None:
@@ -293,26 +236,6 @@ def default_device(comm: Communicator) -> torch.device:
     """Return the device of new parameters: meta if that is torch's default device, else the communicator's."""
     default = torch.get_default_device()
     return default if default.type == "meta" else comm.device
-
-
-def local_parts(weight: Tensor) -> Iterator[tuple[int, Tensor, tuple[slice, ...]]]:
-    """Yield the global id, the local part, and its slices in the whole expert, for each expert of ``weight`` [E, ...]
-    on this rank.
-
-    FSDP2 may have sharded the experts further. Yields nothing on the meta device.
-    """
-    if weight.is_meta:
-        return
-    if not isinstance(weight, DTensor):
-        yield from ((e, one, (slice(None),) * one.dim()) for e, one in enumerate(weight))
-        return
-    local = weight.to_local()
-    if local.numel() == 0:
-        return
-    (chunk,) = weight.__create_chunk_list__()
-    part = tuple(slice(at, at + size) for at, size in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True))
-    for i, one in enumerate(local):
-        yield chunk.offsets[0] + i, one, part
 
 
 def draw_expert(shape: torch.Size, seed: int, expert: int, which: int) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ep_ops.communicator import Communicator
 from ep_ops.formats import exact_dtype
+from ep_ops.nn.expert_module import check_complete
 from ep_ops.nn.experts import Experts, check_size, default_device, draw_expert
 from ep_ops.nn.losses import expert_counts
 from ep_ops.nn.routing import Router
@@ -61,8 +62,9 @@ class MoELayer(nn.Module):
         combine_format: str = "", dtype: torch.dtype | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
         check_types(Communicator, comm=comm)
+        check_complete(comm, type(self).__name__)
         super().__init__()
-        self.comm = comm
+        self.comm, self.num_experts = comm, comm.num_experts
         device = default_device(comm)
         if router is None:
             router = Router(comm.num_experts, comm.hidden_size, comm.top_k, seed=seed, device=device)
@@ -93,7 +95,7 @@ class MoELayer(nn.Module):
         )
         if not return_routing:
             return out
-        counts = expert_counts(topk_idx, self.comm.num_experts)
+        counts = expert_counts(topk_idx, self.num_experts)
         return out, Routing(topk_idx, topk_weights, logits, counts, dropped)
 
     def steps(self, x: Tensor, flight: int = 0, max_tokens: int | None = None) -> Iterator[Tensor | None]:
@@ -132,6 +134,7 @@ class DenseMoE(nn.Module):
         self, comm: Communicator, intermediate_size: int, *, shared_intermediate_size: int = 0, seed: int = 0
     ) -> None:
         super().__init__()
+        check_complete(comm, "DenseMoE")
         self.router = Router(comm.num_experts, comm.hidden_size, comm.top_k, seed=seed)
         self.experts = DenseExperts(range(comm.num_experts), comm.hidden_size, intermediate_size, comm.dtype, seed)
         self.shared = shared_expert(comm.hidden_size, shared_intermediate_size, comm.dtype, None, seed)

@@ -15,27 +15,31 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ep_ops.nn.apart import names_apart
+from ep_ops.nn.experts import check_size
+
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of all experts in ``model``.
+    """Return the parameters of all experts in ``model``, each once.
 
-    These are the parameters of all layers with a method ``expert_parameters``, such as ``Experts``.
+    These are the parameters that the method ``expert_parameters`` of its modules returns, as
+    :class:`ep_ops.nn.ExpertModule` and the modules of ``spread_experts`` have it.
     """
-    return [p for _, layer in expert_layers(model) for p in layer.expert_parameters()]  # type: ignore[operator]
+    return list({id(p): p for _, layer in expert_layers(model) for p in layer.expert_parameters()}.values())  # type: ignore[operator]
 
 
 def keep_experts_apart(model: nn.Module, ranks: int) -> nn.Module:
     """Prepare ``model`` for DistributedDataParallel or FSDP2, and return it.
 
-    Call it before DistributedDataParallel (DDP) or ``fully_shard``, and compile the module that these return. DDP then
-    does not broadcast the experts and the counters of dropped rows. For FSDP2, call
-    ``fully_shard(model, ignored_params=set(expert_parameters(model)))``. The gradients of the experts are sums over
-    ranks. This function divides them by ``ranks``, because the other gradients are averages. If several
-    ranks hold the same experts (``ranks`` is a multiple of the communicator's), sum their gradients over these ranks
-    after backward.
+    The gradients of the experts are sums over ranks. This function sets ``gradient_divisor`` of all modules with
+    experts to ``ranks``, because data parallelism averages the other gradients. The divisor stays when parameters are
+    moved, converted or replaced, and when the model is copied or pickled; another call replaces it.
 
-    Parameters must not be replaced afterwards, so do not use ``load_state_dict(assign=True)``. For a model on the meta
-    device, call ``fully_shard``, then ``to_empty``, then this function.
+    Call it before DistributedDataParallel (DDP), and compile the module that DDP returns. DDP then does not broadcast
+    or average what :class:`ep_ops.nn.ExpertModule` names in ``expert_names``. For FSDP2, call
+    ``fully_shard(model, ignored_params=set(expert_parameters(model)))`` before or after this function. If several ranks
+    hold the same experts (``ranks`` is a multiple of the communicator's), sum their gradients over these ranks after
+    backward.
 
     Args:
         model: the model, changed in place.
@@ -45,30 +49,34 @@ def keep_experts_apart(model: nn.Module, ranks: int) -> nn.Module:
         ``model``.
 
     Raises:
-        ValueError: ``ranks`` is less than 1, or experts are on the meta device.
+        ValueError: ``ranks`` is less than 1; or ``model`` has no experts; or a module has the method
+            ``expert_parameters`` but no ``gradient_divisor``.
     """
-    if ranks < 1:
-        raise ValueError(f"ranks is {ranks}; it must be an int of at least 1")
+    check_size("ranks", ranks, 1)
+    layers = list(expert_layers(model))
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} contains no experts, which are modules that derive from ep_ops.nn.ExpertModule; a"
+            " pipeline stage without them needs no call of keep_experts_apart, so make it conditional on"
+            " expert_parameters(stage)"
+        )
+    dividing = [(prefix, layer) for prefix, layer in layers if hasattr(layer, "gradient_divisor")]
+    divided = {id(p) for _, layer in dividing for p in layer.expert_parameters()}  # type: ignore[operator]
+    for prefix, layer in layers:
+        if any(id(p) not in divided for p in layer.expert_parameters()):  # type: ignore[operator]
+            raise ValueError(
+                f"{prefix.removesuffix('.') or 'model'} ({type(layer).__name__}) has expert_parameters, but nothing"
+                " divides their gradients; derive it from ep_ops.nn.ExpertModule and read its weights with local_weight"
+            )
     # DDP uses both kinds of names, which differ if the model itself is a wrapped layer.
-    everyone = {id(p) for p in expert_parameters(model)}
-    apart = [name for name, p in model.named_parameters() if id(p) in everyone]
-    for prefix, layer in expert_layers(model):
-        own = {f"{prefix}{name}": p for name, p in layer.named_parameters() if id(p) in everyone}
-        for name, p in own.items():
-            if p.is_meta:  # its hook would be lost
-                raise ValueError(
-                    f"{name} is on the meta device; allowed: parameters that have memory already (to_empty replaces"
-                    " parameters, and the gradients of the new ones would not be divided)"
-                )
-        apart += own
-        apart += [f"{prefix}{name}" for name, _ in layer.named_buffers() if name == "dropped"]
-    for p in expert_parameters(model):
-        asks = p.requires_grad
-        if p.is_floating_point():  # including frozen ones, which may be trained later
-            p.requires_grad_().register_hook(lambda grad: grad / ranks)
-            p.requires_grad_(asks)
+    apart = [name for name, p in model.named_parameters() if id(p) in divided]
+    for prefix, layer in dividing:
+        names = names_apart(layer)
+        apart += [f"{prefix}{name}" for name in names]
+        apart += [f".{name}" for name in names if not prefix]  # so DDP names parameters of the model itself
+        layer.gradient_divisor = ranks  # type: ignore[assignment]
     known = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*known, *apart])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(dict.fromkeys([*known, *apart])))
     return model
 
 

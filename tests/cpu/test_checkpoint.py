@@ -18,10 +18,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.utils.parametrize import register_parametrization
 
 import ep_ops
-from ep_ops.nn import DenseMoE, MoELayer, load_experts
+from ep_ops.nn import DenseMoE, Experts, MoELayer, load_experts
 
 E, H, F = 5, 16, 8
 SIZES: dict[str, Any] = dict(num_experts=E, hidden_size=H, top_k=2, max_tokens_per_rank=8, dtype=torch.float32)
@@ -104,6 +106,118 @@ def test_model_and_optimizer_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     assert kept == ["first.bias", "first.weight", "moe.experts.w_in", "moe.experts.w_out", "moe.router.weight"]
     for ranks in (1, 2, 8):
         assert run_ranks(ranks, load, str(tmp_path)) == [15] * ranks
+
+
+def of_another_rank(path: str) -> None:
+    """Files that rank 0 has written with torch.save: a state dict, and a whole model."""
+    with ep_ops.Communicator(**SIZES, device="cpu", name="experts") as comm:
+        model, x = Model(MoELayer(comm, F)), torch.randn(3, H)
+        if comm.rank == 0:
+            torch.save(model.state_dict(), f"{path}/state")
+            torch.save(model, f"{path}/model")
+        dist.barrier()
+        for assign in (False, True):
+            other = Model(MoELayer(comm, F, seed=1))
+            state = torch.load(f"{path}/state")
+            if comm.rank == 0:  # whose own experts these are
+                other.load_state_dict(state, assign=assign)
+                assert torch.equal(other.moe.experts.w_in.to_local(), model.moe.experts.w_in.to_local())
+            else:
+                with pytest.raises(ValueError, match="moe.experts.w_in is the shard of the rank that saved it, with"):
+                    other.load_state_dict(state, assign=assign)
+        whole = torch.load(f"{path}/model", weights_only=False)
+        other = whole if comm.rank == 1 else model
+        if comm.rank == 1:  # without load_state_dict, found when the layer is used
+            with pytest.raises(ValueError, match=r"w_in is the shard of the rank with coordinate \[0\], which created"):
+                other.moe(x)
+        replicated = Model(MoELayer(comm, F, seed=1))
+        full = {
+            name: value.redistribute(placements=[Replicate()]) if isinstance(value, DTensor) else value
+            for name, value in model.state_dict().items()
+        }
+        replicated.load_state_dict(full)  # every rank has all experts
+        assert torch.equal(replicated.moe.experts.w_out.to_local(), model.moe.experts.w_out.to_local())
+        alone = dist.new_group([comm.rank], use_local_synchronization=True)
+        with ep_ops.Communicator(alone, **SIZES, device="cpu", name=f"alone {comm.rank}") as one:
+            single = Model(MoELayer(one, F))
+            for assign in (False, True):
+                with pytest.raises(TypeError, match="moe.experts.w_in is a DTensor, of which 2 ranks hold parts, but"):
+                    single.load_state_dict(torch.load(f"{path}/state"), assign=assign)
+
+
+def test_files_of_another_rank(tmp_path: Path) -> None:
+    run_ranks(2, of_another_rank, str(tmp_path))
+
+
+class LowRank(nn.Module):
+    def __init__(self, experts: Experts, name: str) -> None:
+        super().__init__()
+        held, rows, columns = experts.comm.num_local_experts, *getattr(experts, name).shape[1:]
+        self.a = nn.Parameter(experts.from_local(torch.ones(held, rows, 2)))
+        self.b = nn.Parameter(experts.from_local(torch.ones(held, 2, columns)))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + torch.bmm(self.a, self.b)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+    def right_inverse(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
+
+class Split(nn.Module):
+    """Two stored tensors."""
+
+    def forward(self, whole: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+        return whole + rest
+
+    def right_inverse(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return weight.trunc(), weight - weight.trunc()
+
+
+def parametrized(sharded: bool) -> None:
+    def read(name: str) -> torch.Tensor:
+        _, expert, projection, _ = name.split(".")
+        shape = (H, F) if projection == "down_proj" else (F, H)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(hash((int(expert), len(projection)))))
+
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "ep"))
+    with ep_ops.Communicator(mesh["ep"], **SIZES, device="cpu") as comm:
+        plain = Experts(comm, F, seed=4)
+        initial = [p.to_local().clone() for p in plain.parameters()]
+        load_experts(plain, read, "experts.")
+        loaded = [p.to_local().clone() for p in plain.parameters()]
+        for kinds in ((LowRank,), (LowRank, LowRank), (Doubled,), (Doubled, LowRank), (Split,)):
+            experts = Experts(comm, F, seed=4)
+            for name in ("w_in", "w_out"):
+                for kind in kinds:
+                    args = (experts, name) if kind is LowRank else ()
+                    register_parametrization(experts, name, kind(*args))
+            if sharded:
+                fully_shard(experts, mesh=mesh["replica"], shard_placement_fn=lambda p: Shard(1))
+            added = 2 * kinds.count(LowRank)  # by each adapter
+            for fill, wanted in ((experts.reset_parameters, initial), (None, loaded)):
+                with torch.no_grad():
+                    for chain in experts.parametrizations.values():
+                        for name, p in chain.named_parameters():
+                            if name.startswith("original"):
+                                p.to_local().fill_(torch.nan)
+                load_experts(experts, read, "experts.") if fill is None else fill()
+                if sharded:
+                    experts.unshard()
+                for name, value in zip(("w_in", "w_out"), wanted, strict=True):
+                    got = getattr(experts, name).to_local()
+                    torch.testing.assert_close(got, value + added, msg=lambda text, kinds=kinds: f"{kinds}: {text}")
+                if sharded:
+                    experts.reshard()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_parametrized_experts(sharded: bool) -> None:
+    run_ranks(2, parametrized, sharded)
 
 
 def full_tensors() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import importlib
+import io
+import os
 import pathlib
 from typing import Any
 
@@ -24,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import ep_ops
-from ep_ops.nn import expert_parameters
+from ep_ops.nn import expert_parameters, keep_experts_apart
 
 SIZES: dict[str, Any] = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=2,
@@ -259,6 +261,206 @@ def spread_again() -> None:
 
 def test_a_model_is_spread_once() -> None:
     run_ranks(2, spread_again)
+
+
+def refused() -> None:
+    """What spread_experts rejects before it changes the model."""
+    from ep_ops.integrations.transformers import spread_experts
+
+    ids, rank, ranks = tokens(dist.get_rank()), dist.get_rank(), dist.get_world_size()
+    model, dense = made("qwen3_moe", "grouped_mm"), made("qwen3_moe", "grouped_mm")
+    experts = model.model.layers[1].mlp.experts
+
+    for change in ("one number", "two experts", "two rows", "two columns"):  # on the last rank
+        whole = experts.down_proj.detach().clone()
+        with torch.no_grad():
+            if rank == ranks - 1:
+                part = {"two rows": experts.down_proj[4], "two columns": experts.down_proj[4].t()}.get(change)
+                part = experts.down_proj if part is None else part
+                if change == "one number":
+                    part[5, 3, 2] += 2**-20
+                else:
+                    part[:2] = part[[1, 0]].clone()
+        with pytest.raises(ValueError, match=rf"layers.1.mlp.experts.down_proj differs .* and ranks \[{ranks - 1}\]"):
+            spread_experts(model, max_tokens_per_rank=16)
+        with torch.no_grad():
+            experts.down_proj.copy_(whole)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    with pytest.raises(RuntimeError, match=f"an optimizer holds {name}, which .*create optimizers after"):
+        spread_experts(model, max_tokens_per_rank=16)
+    del optimizer
+
+    torch.nn.utils.parametrize.register_parametrization(experts, "down_proj", torch.nn.Identity())
+    with pytest.raises(ValueError, match="layers.1.mlp.experts is parametrized .*call spread_experts before"):
+        spread_experts(model, max_tokens_per_rank=16)
+    torch.nn.utils.parametrize.remove_parametrizations(experts, "down_proj")
+
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    others = torch.optim.SGD(model.lm_head.parameters(), lr=1.0)  # holds no experts
+    spread_experts(model, max_tokens_per_rank=16)
+    torch.testing.assert_close(loss_of(model, ids)[0], loss_of(dense, ids)[0])
+    optimizer = torch.optim.SGD(model.model.parameters(), lr=1.0)
+    before = model.model.layers[1].mlp.experts.down_proj.to_local().clone()
+    loss_of(model, ids)[1].backward()
+    optimizer.step(), others.step()
+    assert not torch.equal(model.model.layers[1].mlp.experts.down_proj.to_local(), before)
+    for comm in list(ep_ops.registry.living.values()):
+        comm.destroy()
+
+
+def test_what_is_rejected() -> None:
+    run_ranks(2, refused)
+
+
+def test_processes_that_do_not_know_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ep_ops.integrations.transformers import spread_experts
+
+    model = made("qwen3_moe", "grouped_mm")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"WORLD_SIZE is 2 .*init_process_group\(\) before spread_experts"):
+        spread_experts(model, max_tokens_per_rank=16)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)  # one rank keeps its parameters
+    name = spread_experts(model, max_tokens_per_rank=16)[0]
+    loss_of(model, tokens(0))[1].backward()
+    before = model.get_submodule(name).down_proj.detach().clone()
+    optimizer.step()
+    assert not torch.equal(model.get_submodule(name).down_proj, before)
+    (comm,) = ep_ops.registry.living.values()
+    comm.destroy()
+
+
+def tied_experts() -> None:
+    from ep_ops.integrations.transformers import spread_experts
+
+    model, dense = made("qwen3_moe", "grouped_mm"), made("qwen3_moe", "grouped_mm")
+    for whole in (model, dense):
+        first, second = (layer.mlp.experts for layer in whole.model.layers)
+        second.gate_up_proj = first.gate_up_proj
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    names = spread_experts(model, max_tokens_per_rank=16)
+    first, second = (model.get_submodule(name) for name in names)
+    assert second.gate_up_proj is first.gate_up_proj and second.down_proj is not first.down_proj
+    keep_experts_apart(model, ranks)
+    assert len(expert_parameters(model)) == 3
+    loss_of(model, tokens(rank))[1].backward()
+    torch.stack([loss_of(dense, tokens(r))[1] for r in range(ranks)]).mean().backward()
+    for name in ("gate_up_proj", "down_proj"):
+        expected = getattr(dense.model.layers[0].mlp.experts, name).grad.chunk(ranks)[rank]
+        torch.testing.assert_close(getattr(first, name).grad.to_local(), expected, rtol=1e-3, atol=1e-6)
+    for comm in list(ep_ops.registry.living.values()):
+        comm.destroy()
+
+
+def test_tied_experts() -> None:
+    run_ranks(2, tied_experts)
+
+
+def divided(kind: str) -> None:
+    """Gradients of the mean loss over ranks, after what trainers do with a model."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    from ep_ops.integrations.transformers import spread_experts
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dense = made(kind, "grouped_mm", **{name: 5 for name in MODELS[kind] if "experts" in name})
+    torch.stack([loss_of(dense, tokens(r))[1] for r in range(ranks)]).mean().backward()
+
+    def pickled(model: Any) -> Any:
+        file = io.BytesIO()
+        torch.save(model, file)
+        return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+    def sharded(model: Any) -> Any:
+        return fully_shard(model, mesh=mesh, ignored_params=set(expert_parameters(model)))
+
+    mesh = dist.init_device_mesh("cpu", (ranks,))
+    ways: dict[str, Any] = {
+        "moved": lambda m: DistributedDataParallel(m.to("cpu")).module,
+        "copied": lambda m: DistributedDataParallel(copy.deepcopy(m)).module,
+        "pickled": lambda m: DistributedDataParallel(pickled(m)).module,
+        "twice": lambda m: DistributedDataParallel(keep_experts_apart(m, ranks)).module,
+        "sharded": sharded,
+        "without": lambda m: [setattr(m.get_submodule(n), "gradient_divisor", None) for n in names] and sharded(m),
+    }
+    for way, change in ways.items():
+        model = made(kind, "grouped_mm", **{name: 5 for name in MODELS[kind] if "experts" in name})
+        names = spread_experts(model, max_tokens_per_rank=16)
+        model = change(keep_experts_apart(model, ranks))
+        assert len(expert_parameters(model)) == sum("experts." in name for name, _ in model.named_parameters())
+        if way == "without":
+            with pytest.raises(ValueError, match="FSDP2 averages the gradients of parameters around .*Experts over 2"):
+                loss_of(model, tokens(rank))
+            continue
+        loss_of(model, tokens(rank))[1].backward()
+        for (name, p), q in zip(model.named_parameters(), dense.named_parameters(), strict=True):
+            if "experts." in name and q[1].grad is not None:
+                got = p.grad.full_tensor()
+                torch.testing.assert_close(got, q[1].grad, rtol=1e-3, atol=1e-6, msg=lambda t, w=way: f"{w}: {t}")
+    for comm in list(ep_ops.registry.living.values()):
+        comm.destroy()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_divided_gradients(kind: str) -> None:
+    run_ranks(2, divided, kind)
+
+
+def trained_by_trainer(folder: str) -> None:
+    """One step of transformers' Trainer, which moves the model and wraps it, against one process."""
+    from accelerate.state import AcceleratorState
+    from transformers import Trainer, TrainingArguments
+
+    from ep_ops.integrations.transformers import spread_experts
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # not used: the group exists
+    try:
+        model, dense = made("mixtral", "grouped_mm"), made("mixtral", "grouped_mm")
+        spread_experts(model, max_tokens_per_rank=16)
+        keep_experts_apart(model, ranks)
+        samples = [3 + (tokens(0)[0] + number) % 61 for number in range(8)]
+        data = [{"input_ids": one, "labels": one} for one in samples]
+        steps: list[Any] = []
+
+        class Noting(Trainer):
+            def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+                loss = super().training_step(model, inputs, *args, **kwargs)
+                grads = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+                steps.append((inputs["input_ids"].clone(), grads))
+                return loss
+
+        how: dict[str, Any] = dict(
+            use_cpu=True, per_device_train_batch_size=2, max_steps=1, learning_rate=0.0, max_grad_norm=0.0,
+            report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True,
+        )  # fmt: skip
+        Noting(model=model, args=TrainingArguments(folder, **how), train_dataset=data).train()
+        ((ids, grads),) = steps
+        everyone: list[Any] = [None] * ranks
+        dist.all_gather_object(everyone, ids)
+        torch.stack([dense(one, labels=one).loss for one in everyone]).mean().backward()
+        compared = 0
+        for name, p in dense.named_parameters():
+            if p.grad is not None:
+                got = grads[name].full_tensor() if isinstance(grads[name], DTensor) else grads[name]
+                torch.testing.assert_close(got, p.grad, rtol=1e-3, atol=1e-6, msg=lambda t, n=name: f"{n}: {t}")
+                compared += "experts" in name
+        assert compared == 4
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+        for comm in list(ep_ops.registry.living.values()):
+            comm.destroy()
+
+
+def test_trainer(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate, which Trainer uses")
+    run_ranks(2, trained_by_trainer, str(tmp_path))
 
 
 def adamw(model: Any, steps: int) -> torch.optim.Optimizer:

@@ -1,0 +1,88 @@
+"""What ``spread_experts`` checks of a model before it changes it."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from ep_ops.communicator import Communicator
+from ep_ops.group.exchange import Exchange
+
+
+def check_launch(group: Any) -> None:
+    """Raise RuntimeError if a launcher has started several processes that do not know each other yet."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if group is None and not dist.is_initialized() and ranks.isdecimal() and int(ranks) > 1:
+        raise RuntimeError(
+            f"WORLD_SIZE is {ranks} in the environment, but torch.distributed is not initialized, so every process"
+            " would keep all experts; call torch.distributed.init_process_group() before spread_experts"
+        )
+
+
+def check_unwrapped(name: str, experts: nn.Module) -> None:
+    """Raise ValueError if weights of a module of experts are parametrized."""
+    if is_parametrized(experts):
+        raise ValueError(
+            f"{name} is parametrized (torch.nn.utils.parametrize); call spread_experts before parametrizations are"
+            " registered"
+        )
+
+
+def check_optimizers(parameters: dict[str, Tensor]) -> None:
+    """Raise RuntimeError if an optimizer holds one of these parameters, which spread_experts replaces."""
+    if not _held(parameters):
+        return
+    gc.collect()  # optimizers that nobody uses are not freed at once
+    if held := _held(parameters):
+        raise RuntimeError(
+            f"an optimizer holds {held[0]}, which spread_experts replaces by this rank's experts, so that it would not"
+            " update them; create optimizers after spread_experts"
+        )
+
+
+def _held(parameters: dict[str, Tensor]) -> list[str]:
+    """Return the names of the parameters that optimizers hold."""
+    optimizers: Iterable[Any] = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
+    held = {
+        id(p) for one in optimizers for group in getattr(one, "param_groups", ()) for p in group.get("params", ())
+    }  # fmt: skip
+    return [name for name, p in parameters.items() if id(p) in held]
+
+
+def check_equal(comm: Communicator, parameters: dict[str, Tensor]) -> None:
+    """Raise ValueError on all ranks if the parameters differ between ranks. Collective.
+
+    Compares a checksum of each parameter, so that every weight is read once.
+    """
+    own = {name: checksum(p) for name, p in parameters.items()}
+    every: list[dict[str, int]] = Exchange(comm.group, comm.device).all_gather_object(own)
+    for name in own:
+        sums = [one.get(name) for one in every]
+        if len(set(sums)) > 1:
+            others = [rank for rank, one in enumerate(sums) if one != sums[0]]
+            raise ValueError(
+                f"{name} differs between rank 0 and ranks {others}; spread_experts needs the same weights on all ranks:"
+                " load a checkpoint, or set the same seed before the model is created"
+            )
+
+
+def checksum(weight: Tensor) -> int:
+    """Return a number that depends on the bits of a tensor and on their order."""
+    if weight.is_meta or weight.numel() == 0:
+        return 0
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = weight.detach().contiguous().view(-1, weight.shape[-1] if weight.dim() else 1)
+    bits = bits.view(kinds[weight.element_size()])
+    total = 0
+    for dim in (0, 1):
+        sums = bits.sum(dim, dtype=torch.int64)
+        places = torch.arange(1, len(sums) + 1, device=sums.device)
+        total += int((sums * places * (2 * dim + 1)).sum())
+    return total

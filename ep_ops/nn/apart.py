@@ -1,0 +1,143 @@
+"""What data parallelism must not average or replace: the names of a module's experts, and a check of FSDP2.
+
+Modules of experts are :class:`ExpertModule`, or modules with its attributes ``comm``, ``gradient_divisor`` and
+``expert_names``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+try:  # FSDP2 has no public way from a module to the modules around it
+    from torch.distributed._composable_state import _module_state_mapping as _states
+except ImportError:  # then nothing is checked
+    _states = weakref.WeakKeyDictionary()
+
+_checked: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+"""Modules of experts that were checked, and how many modules FSDP2 had sharded at that time."""
+
+
+def names_apart(module: Any) -> list[str]:
+    """Return the names of the parameters and buffers of ``module`` of which each rank holds different values, including
+    second names of tied parameters.
+
+    Raises:
+        ValueError: ``expert_names`` contains a name that the module does not have.
+    """
+    named = itertools.chain(
+        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    )
+    every = [name for name, _ in named]
+    if module.expert_names is None:
+        return every
+    found: list[str] = []
+    for wanted in module.expert_names:
+        path, _, last = wanted.rpartition(".")
+        inside = f"{wanted}.", f"{path}.parametrizations.{last}.".removeprefix(".")
+        matching = [name for name in every if name == wanted or name.startswith(inside)]
+        if not matching:
+            raise ValueError(
+                f"expert_names of {type(module).__name__} contains {wanted!r}; allowed: names of its parameters,"
+                " buffers and submodules"
+            )
+        found += matching
+    return found
+
+
+def parameters_apart(module: Any) -> list[nn.Parameter]:
+    """Return the parameters of ``module`` of which each rank holds a different part, each once."""
+    apart = set(names_apart(module))
+    return list({id(p): p for name, p in module.named_parameters(remove_duplicate=False) if name in apart}.values())
+
+
+def check_averaging(module: Any) -> None:
+    """Check a module of experts at its first forward pass with gradients, and again once FSDP2 has sharded more
+    modules.
+
+    Raises:
+        ValueError: a parameter is the shard of another rank; or FSDP2 averages the gradients of other parameters around
+            the module, but nothing divides those of the experts; or FSDP2 shards ordinary tensors that differ between
+            ranks.
+    """
+    if _checked.get(module) == len(_states):
+        return
+    own = _own_parameters(module)
+    if not any(p.requires_grad for _, p in own.values()):
+        return
+    for name, parameter in own.values():
+        if isinstance(parameter, DTensor):
+            _check_shard(name, parameter)
+    if module.comm.world_size > 1:
+        _check_sharding(module, own)
+    _checked[module] = len(_states)
+
+
+def _own_parameters(module: nn.Module) -> dict[tuple[int, str], tuple[str, Any]]:
+    """Return the experts' parameters: id of the module that has one, and its name there -> full name, parameter."""
+    apart = set(names_apart(module))
+    every = (
+        ((id(part), last), (f"{path}.{last}" if path else last, parameter))
+        for path, part in module.named_modules()
+        for last, parameter in part._parameters.items()
+    )
+    return {key: (name, parameter) for key, (name, parameter) in every if name in apart}
+
+
+def _check_shard(name: str, parameter: DTensor) -> None:
+    """Raise ValueError if a parameter was created by another rank, as in a module that another rank has pickled."""
+    mesh = parameter.device_mesh
+    here = (mesh.mesh == dist.get_rank()).nonzero().tolist()
+    created = list(mesh.get_coordinate() or ())
+    if here and here[0] != created:
+        raise ValueError(
+            f"{name} is the shard of the rank with coordinate {created}, which created it; this rank has coordinate"
+            f" {here[0]}. torch.save stores the experts of one rank; save with torch.distributed.checkpoint"
+        )
+
+
+def _check_sharding(module: Any, own: dict[tuple[int, str], tuple[str, Any]]) -> None:
+    """Raise ValueError for gradients of ``own`` that nothing divides although FSDP2 averages other parameters around
+    ``module``, and for ordinary tensors of which FSDP2 would take a piece from every rank."""
+    averaged, divided = 0, module.gradient_divisor is not None
+    for group in _groups_around(module):
+        mesh = group.mesh_info.mesh
+        ranks = set(mesh.mesh.flatten().tolist())
+        for sharded in group.fsdp_params:
+            at = sharded._module_info
+            keys = {(id(at.module), at.param_name)}
+            keys |= {(id(part), last) for part, last in zip(at.shared_modules, at.shared_param_names, strict=True)}
+            mine = [own[key] for key in keys if key in own]
+            if not mine:
+                averaged = max(averaged, mesh.size())
+                continue
+            divided |= group.gradient_divide_factor is not None
+            for name, parameter in mine:
+                if not isinstance(parameter, DTensor) and len(ranks & set(module.comm.members)) > 1:
+                    raise ValueError(
+                        f"FSDP2 shards {name} of {type(module).__name__}, an ordinary tensor of which each rank holds"
+                        " different experts; create it with from_local, or pass it to fully_shard in ignored_params"
+                    )
+    if averaged > 1 and not divided:
+        raise ValueError(
+            f"FSDP2 averages the gradients of parameters around {type(module).__name__} over {averaged} ranks, but"
+            " those of its experts would remain sums over ranks; call ep_ops.nn.keep_experts_apart(model, ranks=...)"
+            " before training. If FSDP2 shards the experts too, call set_gradient_divide_factor of the module that it"
+            " shards instead"
+        )
+
+
+def _groups_around(module: nn.Module) -> Iterator[Any]:
+    """Yield FSDP2's groups of parameters of all modules that contain ``module`` or are part of it."""
+    parts = set(module.modules())
+    for sharded, reference in list(_states.items()):
+        if sharded in parts or any(part is module for part in sharded.modules()):
+            state: Any = reference()
+            one = getattr(state, "_fsdp_param_group", None) if not hasattr(state, "_fsdp_param_groups") else None
+            yield from getattr(state, "_fsdp_param_groups", [one] if one is not None else [])
