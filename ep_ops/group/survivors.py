@@ -14,9 +14,8 @@ class ExpertIds:
     def __init__(self, own: Sequence[int], device: torch.device) -> None:
         """``own``: the communicator's id for each id of the model, or -1."""
         self.own = tuple(own)
-        # -1 stays -1, and ids above the last one stay too large, which the operator rejects.
-        table = [-1, *self.own, sum(i >= 0 for i in own)]
-        self._table = torch.tensor(table, dtype=torch.int32, device=device)
+        self._lost = sum(i < 0 for i in own)
+        self._table = torch.tensor([-1, *self.own], dtype=torch.int32, device=device)
 
     @staticmethod
     def kept(held: Sequence[int], ranks: Sequence[int], before: ExpertIds | None, device: torch.device) -> ExpertIds:
@@ -32,11 +31,22 @@ class ExpertIds:
         return ExpertIds(own, device)
 
     def of(self, topk_idx: Tensor) -> Tensor:
-        """Convert to ids of this communicator; experts that no longer exist become -1."""
+        """Convert to ids of this communicator; experts that no longer exist become -1.
+
+        Ids that the model does not have remain invalid: those below -1 are unchanged, those above the last one are
+        reduced by the number of lost experts (:func:`id_of_model` is the inverse). The operator rejects them.
+        """
         if not isinstance(topk_idx, Tensor) or topk_idx.dtype != torch.int32:
             return topk_idx  # the operator rejects it
-        return self._table[topk_idx.clamp(-1, len(self.own)).long() + 1]
+        own = self._table[topk_idx.clamp(-1, len(self.own) - 1).long() + 1]
+        own = torch.where(topk_idx < len(self.own), own, topk_idx - self._lost)
+        return torch.where(topk_idx < -1, topk_idx, own)
 
     def lost(self, topk_idx: Tensor) -> Tensor:
         """Count the entries that name an expert that no longer exists: int64 []."""
         return ((topk_idx >= 0) & (self.of(topk_idx) < 0)).sum()
+
+
+def id_of_model(invalid: int, lost_experts: int) -> int:
+    """Return the model's id for an invalid id of a communicator that has lost ``lost_experts`` experts."""
+    return invalid if invalid < 0 else invalid + lost_experts

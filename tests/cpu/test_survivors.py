@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import ep_ops
-from ep_ops.group.survivors import ExpertIds
+from ep_ops.group.survivors import ExpertIds, id_of_model
+from ep_ops.nn import DenseMoE, Experts, MoELayer
 
 HELD = (2, 1, 3, 2)
 SIZES: dict[str, Any] = {
@@ -112,8 +113,72 @@ def test_ids() -> None:
     again = ExpertIds.kept((2, 3), [1], first, device)
     assert again.own == (-1, -1, -1, 0, 1, 2)
     given = torch.tensor([[-1, 0, 2, 5, 6, 99]], dtype=torch.int32)
-    assert again.of(given).tolist() == [[-1, -1, -1, 2, 3, 3]]  # the last two are refused as too large
+    assert again.of(given).tolist() == [[-1, -1, -1, 2, 3, 96]]  # the last two are refused as too large
     assert int(again.lost(given)) == 2
+    wrong = torch.tensor([[-2, -7, -(2**31), 6, 7, 2**31 - 1]], dtype=torch.int32)
+    got = again.of(wrong)
+    assert ((got < -1) | (got >= 3)).all() and int(again.lost(wrong)) == 0
+    assert [id_of_model(i, 3) for i in got[0].tolist()] == wrong[0].tolist()
+
+
+def invalid_ids() -> None:
+    """They are rejected as by any communicator, and the texts name the model's ids."""
+    comm, group = ep_ops.Communicator(**SIZES), dist.new_group([0, 2, 3])
+    if comm.rank == 1:
+        return
+    comm = comm.shrink(group)
+    x = torch.ones(4, 8)
+    for wrong in (-2, -7, 8, 99):
+        for made in (torch.int32, torch.int64):
+            idx = torch.tensor([[0, 2, wrong]] * 4, dtype=made)
+            named = max(wrong, -2) if made is torch.int64 else wrong  # int64 ids are clamped to int32
+            given = rf"topk_idx\[0, 2\] is {named} on rank \d; expert ids are 0..7, or -1 for none"
+            for call in (lambda idx=idx: comm.dispatch(x, idx), lambda idx=idx: comm.plan(idx)):
+                with pytest.raises(ValueError, match=given):
+                    call()
+            assert int(comm.lost_rows(idx)) == 4  # expert 2
+    with pytest.raises(ValueError, match="topk_idx.0, 0. is -2 on rank"):
+        comm.dispatch(x, torch.full((4, 3), -(2**40)))
+    comm.destroy()
+
+
+def test_invalid_ids() -> None:
+    run_ranks(4, invalid_ids)
+
+
+def layers() -> None:
+    """Layers cannot be created on a communicator without some experts; existing ones go on."""
+    sizes = SIZES | {"num_experts": 6, "experts_per_rank": None}
+    comm, group = ep_ops.Communicator(**sizes, name="experts"), dist.new_group([0, 2])
+    rank, layer, dense = comm.rank, MoELayer(comm, 8), DenseMoE(comm, 8)
+    if rank == 1:
+        return
+    left = comm.shrink(group)
+    lost = "communicator 'experts of 2' has lost 2 experts with their ranks, .* set their attribute comm to this"
+    for kind in (MoELayer, Experts, DenseMoE):
+        with pytest.raises(ValueError, match=f"{lost}") as raised:
+            kind(left, 8)
+        assert f"{kind.__name__} cannot be created on it" in str(raised.value)
+    with pytest.raises(RuntimeError, match="'experts' was destroyed"):
+        layer(torch.ones(3, 8))
+    for module in layer.modules():
+        if getattr(module, "comm", None) is comm:
+            module.comm = left
+    x = torch.randn(7, 8, generator=torch.Generator().manual_seed(rank))
+    out, routing = layer(x, return_routing=True)
+    ids = routing.topk_idx
+    there = torch.where((ids == 2) | (ids == 3), -1, ids)
+    torch.testing.assert_close(out, dense.experts(x, there, routing.topk_weights))
+    assert routing.counts.tolist() == torch.bincount(ids.flatten().long(), minlength=6).tolist()
+    out.sum().backward()
+    assert layer.experts.w_in.grad.to_local().isfinite().all()
+    with pytest.raises(ValueError, match=lost):
+        layer.experts.from_local(torch.zeros(2, 3))
+    left.destroy()
+
+
+def test_layers_after_shrink() -> None:
+    run_ranks(3, layers)
 
 
 def other_groups() -> None:

@@ -79,7 +79,7 @@ def loops_around(ptx: str, at: int) -> int:
 
 def test_report_names_row_and_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     made = object.__new__(Report)
-    made._num_experts = 8
+    made._num_experts, made._lost_experts = 8, 0
     mark = 7 << marks.SHIFT | marks.pack("combine", 64)
     made._words = [0] * 16 + [1, sync.BAD_ROW, 0, 1, 1, 40, mark, 32] + [0] * 24
     assert made.pending()

@@ -55,7 +55,8 @@ def failures(backend: Any, device: Device, monkeypatch: pytest.MonkeyPatch) -> F
     monkeypatch.setattr(watch, "look", lambda watched: None)
     monkeypatch.setattr(torch.cuda, "device", lambda index: device.entered(device.current))
     made.report = report = object.__new__(Report)
-    report._words, report._reported, report._num_experts, report._timeout = [0] * 64, 0, 4, 2.0  # type: ignore[assignment]
+    report._words, report._reported, report._timeout = [0] * 64, 0, 2.0  # type: ignore[assignment]
+    report._num_experts, report._lost_experts = 4, 0
     report._heard = lambda epoch: (0, ())
     backend._failures = made
     return made

@@ -60,7 +60,9 @@ class Failures:
         self._state[EPOCH] = 1
         self._resets = torch.cuda.Stream(device)
         torch.cuda.synchronize(device)
-        self.report = Report(config.num_experts, config.timeout, self._heard, lambda *of: self._reason(*of)[0])
+        self.report = Report(
+            config.num_experts, config.timeout, self._heard, lambda *of: self._reason(*of)[0], config.lost_experts
+        )
         self.callbacks: list[Callable[[str], None]] = []
         self._alarm: Callable[[str], None] = lambda why: None
         self._once = threading.Lock()

@@ -10,6 +10,7 @@ import torch
 
 from cute_kernels import marks, sync
 
+from ...group.survivors import id_of_model
 from .. import failure_text
 
 _WORDS = sync.REPORT_WORDS
@@ -26,7 +27,7 @@ class Report:
 
     def __init__(
         self, num_experts: int, timeout: float, heard: Callable[[int], tuple[int, Sequence[int]]],
-        reason: Callable[[int, int], str],
+        reason: Callable[[int, int], str], lost_experts: int = 0,
     ) -> None:  # fmt: skip
         """Allocate the records.
 
@@ -36,8 +37,9 @@ class Report:
             heard: takes an epoch; returns the alarm word (marks.Alarm) that a rank has left here, and the marks with
                 which all ranks have begun the operation of that epoch.
             reason: takes a rank and an epoch; returns why that rank's host has given up in that operation.
+            lost_experts: number of experts that ``shrink`` has removed, for error texts.
         """
-        self._num_experts = num_experts
+        self._num_experts, self._lost_experts = num_experts, lost_experts
         self._timeout = timeout
         self._heard, self._reason = heard, reason
         self._reported = 0  # epoch of the first operation of the latest rejected call
@@ -151,8 +153,9 @@ class Report:
                 " powers of two, 0 and Inf: the result is undefined"
             )
         return (
-            f"topk_idx holds {value} at flat index {detail} on rank {rank} ({where}); allowed: expert ids from -1 "
-            f"(none) to {self._num_experts - 1}. These entries were not sent."
+            f"topk_idx holds {id_of_model(value, self._lost_experts)} at flat index {detail} on rank {rank} ({where});"
+            f" allowed: expert ids from -1 (none) to {self._num_experts + self._lost_experts - 1}. These"
+            " entries were not sent."
         )
 
     def refused_in(self) -> int | None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...config import Member
+from ...group.survivors import id_of_model
 
 
 class Ranks:
@@ -15,6 +16,7 @@ class Ranks:
         self.world_size, self.rank, self.device = member.world_size, member.rank, member.device
         self.domains = member.config.domains
         self.num_experts, self.experts_per_rank = member.num_experts, member.experts_per_rank
+        self.lost_experts = member.config.lost_experts
         ranks = torch.arange(self.world_size, device=self.device)
         per_rank = torch.tensor(self.experts_per_rank, device=self.device)
         self.rank_of_expert = torch.repeat_interleave(ranks, per_rank)  # [E]
@@ -44,6 +46,6 @@ class Ranks:
             return None
         token, k = invalid.nonzero()[0].tolist()
         return (
-            f"topk_idx[{token}, {k}] is {int(topk_idx[token, k])} on rank {self.rank}; expert ids are"
-            f" 0..{self.num_experts - 1}, or -1 for none"
+            f"topk_idx[{token}, {k}] is {id_of_model(int(topk_idx[token, k]), self.lost_experts)} on rank {self.rank};"
+            f" expert ids are 0..{self.num_experts + self.lost_experts - 1}, or -1 for none"
         )
