@@ -1,11 +1,12 @@
-"""Hugging Face transformers (5.23 and later): shard the experts of a model's MoE layers over ranks.
+"""Hugging Face transformers (5.19 and later): shard the experts of a model's MoE layers over ranks.
 
 With one call, on a model that every rank has loaded in full:
 
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B")
     spread_experts(model, max_tokens_per_rank=4096)
 
-or as an implementation of transformers' own expert parallelism, which loads only the experts of each rank:
+or as an implementation of transformers' own expert parallelism (5.23 and later), which loads only the experts of each
+rank:
 
     register(max_tokens_per_rank=4096)
     config = DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="ep_ops")  # ep_size defaults to 1
@@ -30,14 +31,20 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 try:
-    from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
     from transformers.integrations.moe import grouped_mm_experts_forward
     from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 except ImportError as error:
     raise ImportError(
-        f"ep_ops.integrations.transformers needs transformers 5.23, which failed to import: {error}. Install it with"
-        " pip install 'transformers>=5.23,<6'."
+        f"ep_ops.integrations.transformers needs transformers 5.19, which failed to import: {error}. Install it with"
+        " pip install 'transformers>=5.19,<6'."
     ) from error
+try:
+    from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+except ImportError as missing:
+    _no_interface: ImportError | None = missing
+    EPImplementation = object  # type: ignore[assignment, misc]
+else:
+    _no_interface = None
 
 from ep_ops import registry
 from ep_ops.communicator import Communicator
@@ -58,7 +65,15 @@ def register(name: str = "ep_ops", *, max_tokens_per_rank: int, capacity: int | 
         capacity: rows of a rank's receive buffer, a multiple of the alignment. Rows that do not fit are dropped; with
             ``overflow="raise"``, ``check_errors`` of the communicator raises. None: the worst case.
         options: more arguments of :class:`ep_ops.Communicator`. Layers of equal sizes share one.
+
+    Raises:
+        ImportError: transformers is older than 5.23 and has no implementations of expert parallelism.
     """
+    if _no_interface is not None:
+        raise ImportError(
+            f"register needs transformers 5.23, which failed to import: {_no_interface}. Install it with"
+            " pip install 'transformers>=5.23,<6', or use spread_experts."
+        ) from _no_interface
     options |= {"max_tokens_per_rank": max_tokens_per_rank}
     EPImplementationInterface.register(name, functools.partial(EpOps, capacity=capacity, options=options))
 
@@ -102,7 +117,10 @@ def spread_experts(
         name for name, m in model.named_modules() if hasattr(m, "_is_expert_parallel") and hasattr(m, "num_experts")
     ]
     if not found:
-        raise ValueError(f"{type(model).__name__} has no MoE layer that transformers can spread over ranks")
+        raise ValueError(
+            f"{type(model).__name__} has no MoE layer with transformers' interface of experts"
+            " (use_experts_implementation), which spread_experts needs; register may support it"
+        )
     modules: dict[str, Any] = {name: model.get_submodule(name) for name in found}
     for name, experts in modules.items():
         if experts._is_expert_parallel:
