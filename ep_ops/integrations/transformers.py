@@ -117,10 +117,7 @@ def spread_experts(
         name for name, m in model.named_modules() if hasattr(m, "_is_expert_parallel") and hasattr(m, "num_experts")
     ]
     if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no MoE layer with transformers' interface of experts"
-            " (use_experts_implementation), which spread_experts needs; register may support it"
-        )
+        raise ValueError(f"{type(model).__name__} has no MoE layer with transformers' interface of experts")
     modules: dict[str, Any] = {name: model.get_submodule(name) for name in found}
     for name, experts in modules.items():
         if experts._is_expert_parallel:
