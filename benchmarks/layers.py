@@ -44,6 +44,7 @@ from ep_ops.bench.workloads import Workload, draw_route
 from ep_ops.integrations import quack
 from ep_ops.nn import TORCH, Gemms, expert_mlp, grouped_mm, swiglu
 from ep_ops.nn.expert_mlp import expert_rows
+from ep_ops.nn.gemms import Choice
 
 
 class Model(NamedTuple):
@@ -123,7 +124,7 @@ class Layer:
         return found
 
     def gemms(self, rows: Tensor, gemms: Gemms) -> Tensor:
-        return expert_rows(self.rows._replace(x=rows), self.w_in, self.w_out, gemms, None)[0]
+        return expert_rows(self.rows._replace(x=rows), self.w_in, self.w_out, Choice(gemms), None)[0]
 
     def ours(self, gemms: Gemms) -> Tensor:
         given = self.comm, self.x, self.idx, self.weights, self.w_in, self.w_out

@@ -306,3 +306,53 @@ def bulk_load(smem_ptr: Any, addr: Int64, nbytes: Any, mbarrier: Any) -> None:
 def bulk_store(addr: Int64, smem_ptr: Any, nbytes: Any) -> None:
     """Starts a bulk copy shared -> global by the calling thread, in its current bulk group."""
     prims.cp_async_bulk_global_shared_cta(inttoptr(addr, AddressSpace.gmem, Uint8), smem_ptr, nbytes)
+
+
+def ld_relaxed_i32(addr: Int64) -> Int32:
+    """Load an int that an earlier kernel wrote, which may still be running; not served from L1."""
+    return _get(Int32, "ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];", addr)
+
+
+def cp_async(smem_ptr: Any, addr: Int64) -> None:
+    """Start copying 16 bytes global -> shared by the calling thread, in its current group of copies."""
+    _run("cp.async.cg.shared.global [{$r0}], [{$r1}], 16;", Int32(smem_ptr.toint()), addr)
+
+
+def cp_async_some(smem_ptr: Any, addr: Int64, nbytes: Int32) -> None:
+    """As `cp_async`, but copy only the first `nbytes` and clear the rest of the 16 bytes."""
+    _run("cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", Int32(smem_ptr.toint()), addr, nbytes)
+
+
+def cp_async_commit() -> None:
+    """Close the thread's current group of copies."""
+    _run("cp.async.commit_group;")
+
+
+def cp_async_wait(most: int) -> None:
+    """Wait until all groups of the thread are complete but for the last `most`."""
+    _run(f"cp.async.wait_group {most};")
+
+
+def ldmatrix(smem_ptr: Any, transposed: bool) -> tuple[Uint32, Uint32, Uint32, Uint32]:
+    """By a warp: load four 8x8 matrices of 16-bit numbers. Lane 8 q + r gives the address of row r of matrix q; it gets
+    of each matrix the numbers 2 (lane % 4) and the next one of row lane // 4, or of that column if `transposed`."""
+    how = ".trans" if transposed else ""
+    text = f"ldmatrix.sync.aligned.m8n8.x4{how}.shared.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}];"
+    return _get([Uint32] * 4, text, Int32(smem_ptr.toint()))
+
+
+_MMA = {"bf16": "bf16", "fp16": "f16"}
+
+
+def mma(sums: Sequence[Any], a: Sequence[Any], b: Sequence[Any], dtype: str) -> tuple[Float32, ...]:
+    """By a warp: return sums [16, 8] + a [16, 16] b [16, 8] in fp32, in the layouts of mma.m16n8k16."""
+    text = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{_MMA[dtype]}.{_MMA[dtype]}.f32 "
+        "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};"
+    )
+    return _get([Float32] * 4, text, *a, *b, *sums)
+
+
+def movmatrix(word: Uint32) -> Uint32:
+    """By a warp: transpose an 8x8 matrix of 16-bit numbers, of which a lane has two of row lane // 4."""
+    return _get(Uint32, "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", word)

@@ -2,7 +2,7 @@
 
     pip install quack-kernels==0.6.5
 
-    layer.experts.gemms = ep_ops.integrations.quack.GEMMS           # of a MoELayer; the same on all ranks
+    layer = ep_ops.nn.MoELayer(comm, 1024, gemms="quack")           # GEMMS, on all ranks
 
     lists = ep_ops.nn.expert_lists(sent.local_idx, comm.num_local_experts)
     y = ep_ops.integrations.quack.gather_mm(sent.x, w, lists)       # as ep_ops.nn.gather_mm; gathers the rows itself
@@ -17,85 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_ops.nn.grouped import Gemms
 from ep_ops.nn.lists import ExpertLists
+from ep_ops.nn.quack_mm import GEMMS, gemm, grouped_mm, weights_gradient
 from ep_ops.nn.sums import sum_rows
-from ep_ops.operators.eager import call
-from ep_ops.operators.library import define
 from ep_ops.records import check_types
 
-
-def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    """Multiply each expert's rows by its own matrix, as :func:`ep_ops.nn.grouped_mm` does. Differentiable.
-
-    Tiles are dynamic: an SM takes the next one when it has finished one. Under ``torch.compile`` it is one operator,
-    ``torch.ops.ep.quack_mm``.
-
-    Args:
-        x: rows, [R, M], bfloat16 or float16.
-        w: matrices, [El, M, N], contiguous or the transpose of contiguous ones, in the dtype of x.
-        offs: end of each expert's rows, int32 [El], such as ``Route.offs``.
-
-    Returns:
-        [R, N]. Rows after ``offs[-1]`` are undefined, in x and in the result.
-
-    Raises:
-        TypeError: an argument is not a tensor, or has another dtype.
-        ValueError: w has other sizes, or M or N is not a multiple of 8.
-    """
-    check_types(Tensor, x=x, w=w, offs=offs)
-    if x.dtype not in (torch.bfloat16, torch.float16) or w.dtype != x.dtype:
-        raise TypeError(f"x is {x.dtype} and w is {w.dtype}; allowed: both torch.bfloat16 or both torch.float16")
-    if w.dim() != 3 or w.shape[0] != offs.shape[0] or w.shape[1] != x.shape[1] or w.shape[1] % 8 or w.shape[2] % 8:
-        allowed = f"[{offs.shape[0]}, {x.shape[1]}, N] (the entries of offs, the columns of x), multiples of 8"
-        raise ValueError(f"w has shape {tuple(w.shape)}; allowed: {allowed}")
-    return _GroupedMM.apply(x, w, offs)
-
-
-def weights_gradient(x: Tensor, grad: Tensor, offs: Tensor) -> Tensor:
-    """Return the gradient [El, M, N] of w in ``grouped_mm(x, w, offs)``, from x [R, M] and ``grad`` [R, N]."""
-    check_types(Tensor, x=x, grad=grad, offs=offs)
-    return call("quack_mm", x.contiguous(), grad.contiguous(), offs)
-
-
-GEMMS = Gemms(grouped_mm, weights_gradient, late=True)
-"""For :func:`ep_ops.nn.expert_mlp` and the attribute ``gemms`` of :class:`ep_ops.nn.Experts`."""
-
-
-class _GroupedMM(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w, offs)
-        return call("quack_mm", x.contiguous(), w, offs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, w, offs = ctx.saved_tensors
-        grad = grad.contiguous()
-        grad_x = call("quack_mm", grad, w.transpose(1, 2), offs) if ctx.needs_input_grad[0] else None
-        grad_w = weights_gradient(x, grad, offs) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_w, None
-
-
-def _fake(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    if b.dim() == 3:
-        return a.new_empty(a.shape[0], b.shape[2])
-    return a.new_empty(offs.shape[0], a.shape[1], b.shape[1])
-
-
-def _mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """Multiply each expert's rows of a [R, M] by its matrix of b [El, M, N], or their transpose by its rows of b."""
-    if not offs.shape[0]:
-        return torch.zeros_like(_fake(a, b, offs))
-    ends = torch.nn.functional.pad(offs, (1, 0))
-    if b.dim() == 3:
-        return _gemm(a, b, cu_seqlens_m=ends, dynamic_scheduler=True)
-    return _gemm(a.mT, b, cu_seqlens_k=ends, dynamic_scheduler=True)
-
-
-# An operator, because Dynamo cannot be relied on to trace quack; with the strides of the trace, so that matrices are
-# not copied to be transposed.
-define("quack_mm(Tensor a, Tensor b, Tensor offs) -> Tensor", _mm, _fake, (torch.Tag.needs_exact_strides,))
+__all__ = ["GEMMS", "gather_mm", "grouped_mm", "weights_gradient"]
 
 
 def gather_mm(x: Tensor, w: Tensor, lists: ExpertLists) -> Tensor:
@@ -131,7 +58,7 @@ class _GatherMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, rows: Tensor, places: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(x, w, rows, places, ends)
-        return _gemm(x, w, cu_seqlens_m=ends, A_idx=rows)
+        return gemm(x, w, cu_seqlens_m=ends, A_idx=rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
@@ -139,14 +66,7 @@ class _GatherMM(torch.autograd.Function):
         grad = grad.contiguous()
         grad_x = grad_w = None
         if ctx.needs_input_grad[0]:
-            grad_x = sum_rows(_gemm(grad, w.mT, cu_seqlens_m=ends), places)
+            grad_x = sum_rows(gemm(grad, w.mT, cu_seqlens_m=ends), places)
         if ctx.needs_input_grad[1]:
-            grad_w = _gemm(x.mT, grad, cu_seqlens_k=ends, A_idx=rows)
+            grad_w = gemm(x.mT, grad, cu_seqlens_k=ends, A_idx=rows)
         return grad_x, grad_w, None, None, None
-
-
-def _gemm(a: Tensor, b: Tensor, **how: Any) -> Tensor:
-    # Not imported before it is needed: the import takes a second, and changes the CuTe DSL.
-    from quack.gemm_interface import gemm
-
-    return gemm(a, b, tuned=False, **how)

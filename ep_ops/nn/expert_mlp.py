@@ -23,7 +23,9 @@ from torch import Tensor
 
 from ep_ops import inputs
 from ep_ops.communicator import Communicator
-from ep_ops.nn.grouped import TORCH, Gemms
+from ep_ops.nn.few_rows import few_rows_mlp
+from ep_ops.nn.gemms import Choice, choose
+from ep_ops.nn.grouped import Gemms
 from ep_ops.nn.live_rows import swiglu_rows
 from ep_ops.nn.scaled import ROW, scaled_grouped_mm
 from ep_ops.operators.eager import call
@@ -43,12 +45,12 @@ class Computed(NamedTuple):
 def expert_mlp(
     comm: Communicator, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, w_in: Tensor, w_out: Tensor, *,
     capacity: int | None = None, exact: bool = False, max_tokens: int | None = None, format: str = "",
-    combine_format: str = "", gemms: Gemms = TORCH,
+    combine_format: str = "", gemms: str | Gemms | Choice = "auto",
 ) -> Computed:  # fmt: skip
     """Send tokens to their SwiGLU experts and return the weighted sums of the experts' outputs. Collective.
 
-    Differentiable, also under ``torch.compile(fullgraph=True)`` and in CUDA graphs. If ``gemms.late``, backward
-    computes the gradients of w_in and w_out while the gradient of x is being sent, with the same bits. In this
+    Differentiable, also under ``torch.compile(fullgraph=True)`` and in CUDA graphs. With GEMMs that have ``late``,
+    backward computes the gradients of w_in and w_out while the gradient of x is being sent, with the same bits. In this
     case the gradients of the experts' inputs and outputs, [R, H] each, are in memory at the same time. On GPUs this
     order is not tested with activation checkpointing.
 
@@ -59,7 +61,7 @@ def expert_mlp(
         w_out: down matrices of this rank's experts, [El, F, H], in the communicator's dtype.
         capacity, exact, max_tokens: as for :meth:`ep_ops.Communicator.dispatch`.
         format, combine_format: as for :class:`ep_ops.nn.Experts`.
-        gemms: the grouped GEMMs, the same on all ranks: PyTorch's, or ``ep_ops.integrations.quack.GEMMS``.
+        gemms: the grouped GEMMs, the same on all ranks, as for :class:`ep_ops.nn.Experts`.
 
     Returns:
         Computed: the sums, with shape and dtype of x, and dropped rows.
@@ -67,14 +69,16 @@ def expert_mlp(
     Raises:
         TypeError, ValueError, RuntimeError: as for :meth:`ep_ops.Communicator.dispatch`.
         ValueError: w_in or w_out has the wrong shape.
+        TypeError, ValueError: ``gemms`` is not supported, as described for :class:`ep_ops.nn.Experts`.
     """
-    late = is_late(gemms, format, (x, topk_weights), (w_in, w_out))
+    chosen = choose(comm, gemms, w_out.shape[1], format)
+    late = is_late(chosen.gemms, format, (x, topk_weights), (w_in, w_out))
     zeros = torch.is_grad_enabled()
     with torch.set_grad_enabled(zeros and not late):
         received = comm.dispatch(
             x, topk_idx, topk_weights, capacity=capacity, exact=exact, max_tokens=max_tokens, format=format, zeros=zeros
         )
-    y, weights = expert_rows(received, w_in, w_out, gemms, SentTokens(comm, x, topk_weights) if late else None)
+    y, weights = expert_rows(received, w_in, w_out, chosen, SentTokens(comm, x, topk_weights) if late else None)
     return Computed(comm.combine(y, received.route, weights, format=combine_format), received.dropped)
 
 
@@ -96,11 +100,13 @@ class SentTokens(NamedTuple):
 
 
 def expert_rows(
-    received: Dispatched, w_in: Tensor, w_out: Tensor, gemms: Gemms, sent: SentTokens | None
+    received: Dispatched, w_in: Tensor, w_out: Tensor, chosen: Choice, sent: SentTokens | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the experts' outputs [R, H] for the rows of a dispatch, and the weights of the rows. ``sent``: for the
     late order. None: for the ordinary one."""
-    route = received.route
+    route, gemms = received.route, chosen.gemms
+    if chosen.runs_few_rows(received, w_in, w_out):
+        return few_rows_mlp(received.x, w_in, w_out, route, chosen.ranks), received.weights
     if sent is not None:
         how = _How(route.alignment, route.max_tokens, sent.comm.name, route.layout, sent.flight, gemms)
         tokens = inputs.with_weights(sent.comm, sent.x, sent.topk_weights)  # converted as by dispatch

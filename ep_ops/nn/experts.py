@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,12 +15,15 @@ from ep_ops.communicator import Communicator
 from ep_ops.formats import combine_format_problem, format_of, refuse_hidden
 from ep_ops.nn.expert_mlp import Computed, SentTokens, end, expert_mlp, expert_rows, is_late
 from ep_ops.nn.expert_module import ExpertModule, check_split, fill_weight
-from ep_ops.nn.grouped import TORCH, Gemms
+from ep_ops.nn.gemms import choose
+from ep_ops.nn.grouped import Gemms
 from ep_ops.nn.scaled import ROW
 from ep_ops.operators.eager import fits, misfit
 from ep_ops.operators.rejection import reject
 from ep_ops.overflow import recomputing
 from ep_ops.records import check_types
+
+logger = logging.getLogger("ep_ops")
 
 
 class Experts(ExpertModule):
@@ -49,22 +53,27 @@ class Experts(ExpertModule):
             :meth:`ep_ops.Communicator.combine` takes. Empty: the communicator's dtype.
         dtype: dtype of the parameters; None: ``comm.dtype``. They are converted to ``comm.dtype`` in each call.
         seed: seed of the initial weights, which do not depend on the number of ranks.
+        gemms: the grouped GEMMs, the same on all ranks. "torch": PyTorch's. "quack": quack's, with the gradients of
+            weights computed late (docs/overlap.md). "memory": kernels that run at the speed of reading the weights
+            (:func:`ep_ops.nn.few_rows_mlp`), with the gradients of "torch"; for bfloat16 and float16 and sizes that are
+            multiples of 8. "auto": "memory" in calls without gradients in which experts have at most 64 rows on
+            average, if the backend is ``cute``; else "torch". An :class:`ep_ops.nn.Gemms`: your own.
 
     Raises:
-        TypeError: ``comm`` is not a communicator.
-        ValueError: a size, a format or the split of the experts is not supported.
+        TypeError: ``comm`` is not a communicator, or ``gemms`` is neither a name nor GEMMs.
+        ValueError: a size, a format, ``gemms`` or the split of the experts is not supported.
 
     Attributes:
-        gemms (Gemms): the grouped GEMMs, by default those of PyTorch (docs/overlap.md). Must be the same on all ranks.
+        gemms (str | Gemms): as the argument.
         dropped (Tensor): int32 [El], number of rows that each local expert has dropped since the module was created.
     """
 
     dropped: Tensor  # [El] int32: rows dropped by each local expert since the module was created
-    gemms: Gemms = TORCH
 
     def __init__(
         self, comm: Communicator, intermediate_size: int, *, capacity: int | None = None, dynamic: bool = False,
         format: str = "", combine_format: str = "", dtype: torch.dtype | None = None, seed: int = 0,
+        gemms: str | Gemms = "auto",
     ) -> None:  # fmt: skip
         check_types(Communicator, comm=comm)
         super().__init__()
@@ -80,6 +89,9 @@ class Experts(ExpertModule):
         if dynamic and capacity is not None:
             raise ValueError(f"capacity is {capacity} and dynamic is True; allowed: one of the two")
         check_split(comm, "Experts")
+        self.gemms = gemms
+        chosen = choose(comm, gemms, intermediate_size, format)
+        logger.info("Experts of communicator %s: gemms=%r selects %s", comm.name, gemms, chosen)
         self.comm, self.capacity, self.dynamic = comm, capacity, dynamic
         self.format, self.combine_format, self.seed = format, combine_format, seed
         held, hidden, device = comm.num_local_experts, comm.hidden_size, default_device(comm)
@@ -160,7 +172,8 @@ class Experts(ExpertModule):
             RuntimeError: ``dynamic`` is True, or the flight is in use. Other errors as for :meth:`forward`.
         """
         self.check_tokens(x, max_tokens, split=True, flight=flight)
-        late = is_late(self.gemms, self.format, (x, topk_weights), tuple(self.parameters()))
+        chosen = choose(self.comm, self.gemms, self.w_out.shape[1], self.format)
+        late = is_late(chosen.gemms, self.format, (x, topk_weights), tuple(self.parameters()))
         zeros = torch.is_grad_enabled()
         with torch.set_grad_enabled(zeros and not late):
             dispatch = self.comm.dispatch_start(
@@ -178,7 +191,7 @@ class Experts(ExpertModule):
         self._count(received.dropped)
         w_in, w_out = self.local_weight("w_in"), self.local_weight("w_out")
         sent = SentTokens(self.comm, x, topk_weights, flight) if late else None
-        y, weights = expert_rows(received, w_in, w_out, self.gemms, sent)
+        y, weights = expert_rows(received, w_in, w_out, chosen, sent)
         combine = self.comm.combine_start(y, received.route, weights, format=self.combine_format, flight=flight)
         try:
             yield None

@@ -17,6 +17,7 @@ from ep_ops.communicator import Communicator
 from ep_ops.formats import exact_dtype
 from ep_ops.nn.expert_module import check_complete
 from ep_ops.nn.experts import Experts, check_size, default_device, draw_expert
+from ep_ops.nn.grouped import Gemms
 from ep_ops.nn.losses import expert_counts
 from ep_ops.nn.routing import Router
 from ep_ops.records import check_types
@@ -45,7 +46,8 @@ class MoELayer(nn.Module):
 
     Args:
         comm: determines the number of experts, top_k, hidden size H, dtype, and which experts this rank holds.
-        intermediate_size, capacity, dynamic, format, combine_format, dtype, seed: as for :class:`ep_ops.nn.Experts`.
+        intermediate_size, capacity, dynamic, format, combine_format, dtype, seed, gemms: as for
+            :class:`ep_ops.nn.Experts`.
         router: a module that returns (topk_idx, topk_weights, logits) for x, as described by :class:`ep_ops.nn.Routed`.
             None: ``Router(E, H, top_k)``, a softmax router.
         shared_intermediate_size: width of a shared expert, which processes every token on the rank of the token. It
@@ -53,13 +55,13 @@ class MoELayer(nn.Module):
 
     Raises:
         TypeError: ``comm`` is not a communicator.
-        ValueError: a size, a format or the split of the experts is not supported.
+        ValueError: a size, a format, ``gemms`` or the split of the experts is not supported.
     """
 
     def __init__(
         self, comm: Communicator, intermediate_size: int, *, router: nn.Module | None = None,
         capacity: int | None = None, dynamic: bool = False, shared_intermediate_size: int = 0, format: str = "",
-        combine_format: str = "", dtype: torch.dtype | None = None, seed: int = 0,
+        combine_format: str = "", dtype: torch.dtype | None = None, seed: int = 0, gemms: str | Gemms = "auto",
     ) -> None:  # fmt: skip
         check_types(Communicator, comm=comm)
         check_complete(comm, type(self).__name__)
@@ -71,7 +73,7 @@ class MoELayer(nn.Module):
         self.router = router
         self.experts = Experts(
             comm, intermediate_size, capacity=capacity, dynamic=dynamic, format=format, combine_format=combine_format,
-            dtype=dtype, seed=seed,
+            dtype=dtype, seed=seed, gemms=gemms,
         )  # fmt: skip
         dtype = comm.dtype if dtype is None else dtype
         self.shared = shared_expert(comm.hidden_size, shared_intermediate_size, dtype, device, seed)

@@ -26,6 +26,7 @@ from ep_ops import checks
 from ep_ops.bench.operators import MAX_ERROR, Calls
 from ep_ops.bench.workloads import ALIGNMENT, Workload
 from ep_ops.nn.expert_mlp import expert_rows
+from ep_ops.nn.gemms import choose
 from ep_ops.records import Route, Sizes
 from meta_kernels.formats import COMBINE_FORMATS
 
@@ -258,7 +259,7 @@ def test_layer(split: bool) -> None:
         idx, weights, _ = layer.router(x)
         sent = comm.dispatch(x, idx, weights)
         w_in, w_out = (layer.experts.local_weight(name) for name in ("w_in", "w_out"))
-        y, _ = expert_rows(sent, w_in, w_out, layer.experts.gemms, None)
+        y, _ = expert_rows(sent, w_in, w_out, choose(comm, layer.experts.gemms, 32), None)
         for out, format in zip(found, (WIRE, ""), strict=True):
             assert same(out, comm.combine(y, sent.route, sent.weights, format=format))
         torch.testing.assert_close(*grads, rtol=0, atol=0)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import ep_ops
 from ep_ops.integrations import quack
-from ep_ops.nn import TORCH, Gemms, MoELayer, expert_mlp, interleave, weights_gradient
+from ep_ops.nn import TORCH, Gemms, MoELayer, expert_mlp, interleave, quack_mm, weights_gradient
 from ep_ops.operators import SAVE_FOR_CHECKPOINT
 
 H, F, E, K, TOKENS = 32, 24, 5, 2, 16
@@ -204,7 +204,7 @@ def quacks_gemm(
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_quacks_gemms(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for its GEMM: in both orders, as one operator for each product."""
-    monkeypatch.setattr(quack, "_gemm", quacks_gemm)
+    monkeypatch.setattr(quack_mm, "gemm", quacks_gemm)
     with communicator(torch.bfloat16) as comm:
         expected, _ = trained(comm, TORCH, 7)
         for late in (True, False):

@@ -202,7 +202,7 @@ def gemm(
 @pytest.mark.parametrize("alignment", [1, 4])
 def test_quacks_products(alignment: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for its GEMM: products and gradients are those of gathered rows."""
-    monkeypatch.setattr(quack, "_gemm", gemm)
+    monkeypatch.setattr(quack, "gemm", gemm)
     local_idx = torch.tensor([[0, 3, -1], [3, 1, 1], [-1, -1, -1], [0, -1, 3]]).int()  # nobody names expert 2
     lists = expert_lists(local_idx, 4, alignment=alignment)
     nothing = (lists.flat == local_idx.numel())[:, None]

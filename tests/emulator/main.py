@@ -15,6 +15,7 @@ from . import (
     copies,
     deaths,
     dsl,
+    few_rows,
     formats,
     given,
     latency,
@@ -153,6 +154,7 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     **sum_rows.CHECKS,
     **sums.CHECKS,
     **swiglu.CHECKS,
+    **few_rows.CHECKS,
 }  # fmt: skip
 
 

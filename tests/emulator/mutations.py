@@ -53,6 +53,7 @@ POSTED = """            if mark & END != 0:
                 post(outbox, warp, count[0], (notes.codes + note).load())
                 count[0] += 1
 """
+FEW_ROWS = "gemm/few_rows.py"
 QUANTIZED, PACKETS = "quantized_sums.py", "latency/sum_packets.py"
 
 MUTATIONS = {
@@ -239,6 +240,38 @@ MUTATIONS = {
     "few, rows behind the last, of own tokens": Mutation(
         "given_few", COMBINE, "            if row >= args.num_rows:\n                row = Int32(-1)\n            own",
         "            own",
+    ),
+    "gemm, a stage read before it is full": Mutation(
+        "few_rows", FEW_ROWS, "ptx.cp_async_wait(ahead - 1)", "ptx.cp_async_wait(ahead)"
+    ),
+    "gemm, a stage read before all threads have filled it": Mutation(
+        "few_rows", FEW_ROWS, "arch.sync_threads()  # the stage is full", "arch.sync_warp()  # the stage is full"
+    ),
+    "gemm, a stage filled while it is read": Mutation(
+        "few_rows_loop", FEW_ROWS, "                    arch.sync_threads()  # nobody reads the ring any more\n", ""
+    ),
+    "gemm, an expert skipped": Mutation(
+        "few_rows_many_experts", FEW_ROWS, "and before + Int32(arch.popc(", "and Int32(arch.popc("
+    ),
+    "gemm, the tail of K": Mutation("few_rows", FEW_ROWS, "if k >= self.depth:", "if k >= self.depth + 8:"),
+    "gemm, the tail of columns": Mutation(
+        "few_rows_wide", FEW_ROWS, "if row < rows and at < self.width:", "if row < rows:"
+    ),
+    "gemm, columns fetched behind the last": Mutation(
+        "few_rows_wide", FEW_ROWS, "at = cutlass.min(at, last - 8)", "at = at"
+    ),
+    "gemm, transposed columns fetched behind the last": Mutation(
+        "few_rows_wide", FEW_ROWS, "at = cutlass.min(at, last - 1)", "at = at"
+    ),
+    "gemm, a row of the neighbor": Mutation(
+        "few_rows", FEW_ROWS, "if row < rows and at < self.width:", "if at < self.width:"
+    ),
+    "gemm, rows behind the first block of them": Mutation(
+        "few_rows_loop", FEW_ROWS, "while done < segment.rows:", "if done < segment.rows:"
+    ),
+    "gemm, rows read before the first GEMM ends": Mutation(
+        "few_rows", FEW_ROWS,
+        "            if const_expr(not self.gated):\n                arch.griddepcontrol_wait()\n", "",
     ),
 }  # fmt: skip
 

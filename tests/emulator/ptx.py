@@ -1,4 +1,4 @@
-"""What kernels import as `cute_kernels.ptx`. Rows are fp32 or bf16."""
+"""What kernels import as `cute_kernels.ptx`. Rows are fp32 or bf16, those of matrix instructions bf16 or fp16."""
 
 from __future__ import annotations
 
@@ -13,10 +13,20 @@ from .arch import Phases, mbarrier_wait, phases, start_store, sync_threads
 from .machine import memory
 from .numbers import Int32, Int64, Uint32, float_of, word_of
 from .threads import look_again, me
+from .warps import cp_async as cp_async
+from .warps import cp_async_commit as cp_async_commit
+from .warps import cp_async_some as cp_async_some
+from .warps import cp_async_wait as cp_async_wait
+from .warps import ldmatrix as ldmatrix
+from .warps import mma as mma
+from .warps import movmatrix as movmatrix
 
 
 def ld_i32(addr: Any) -> Int32:
     return Int32(memory().load(addr))
+
+
+ld_relaxed_i32 = ld_i32
 
 
 def ld_f32(addr: Any) -> Any:
@@ -152,6 +162,10 @@ def pack(values: Sequence[Any], dtype: str) -> list[Uint32]:
     if dtype == "bf16":
         halves = torch.tensor([float(value) for value in values]).bfloat16().view(torch.int16).tolist()
         return [Uint32(low & 0xFFFF | high << 16) for low, high in zip(halves[::2], halves[1::2], strict=True)]
+    if dtype == "fp16":
+        with numpy.errstate(over="ignore"):
+            words = numpy.array(values, numpy.float32).astype(numpy.float16).view(numpy.uint32)
+        return [Uint32(int(word)) for word in words]
     assert dtype == "fp32"
     return [word_of(value) for value in values]
 

@@ -44,7 +44,7 @@ class Barrier:
 
 
 class Block:
-    def __init__(self, index: int, blocks: int, threads: int, after: list[Thread], late: int) -> None:
+    def __init__(self, index: int, blocks: int, threads: int, after: list[Thread], late: int, uneven: int) -> None:
         self.index, self.blocks, self.threads = index, blocks, threads
         self.shared: list[Any] = []
         self.arrived: dict[int, list[tuple[Thread, bool]]] = {}
@@ -52,6 +52,7 @@ class Block:
         self.counted: list[bool] = []  # of `barrier_count`
         self.after = after  # threads of the kernel that this one's launch depends on
         self.late = late  # rounds that it starts later than it may
+        self.uneven = uneven  # the most rounds that one of its warps misses at a time
 
     def may_start(self) -> bool:
         return all(thread.dead or thread.triggered for thread in self.after)
@@ -66,8 +67,10 @@ class Thread(greenlet):
         self.state: Any = None
         self.result: Any = None
         self.began = self.triggered = False
+        self.missing = 0  # rounds that its warp misses
         self.allocated = 0  # arrays of shared memory that it has come to
         self.stores: list[list[Any]] = [[]]  # bulk stores of each group that is not known to be complete
+        self.copies: list[list[Any]] = [[]]  # asynchronous copies of 16 bytes, likewise
 
     def go_on(self) -> bool:
         """Returns whether it did more than look again."""
@@ -104,13 +107,15 @@ def collective(combine: Callable[[list[tuple[Any, ...]]], list[Any]]) -> Callabl
 @dataclasses.dataclass
 class Launch:
     """A kernel on one rank. `after`: index of the launch that it depends on. `late`: the most rounds that blocks but
-    the first start later than that allows. `behind`: rounds that all of them start later."""
+    the first start later than that allows. `behind`: rounds that all of them start later. `uneven`: the most rounds
+    that a warp now and then misses, while others go on."""
 
     kernel: Any
     args: Any
     after: int | None = None
     late: int = 0
     behind: int = 0
+    uneven: int = 0
 
 
 def start(launch: Launch, after: list[Thread], draw: random.Random) -> list[list[Thread]]:
@@ -119,9 +124,8 @@ def start(launch: Launch, after: list[Thread], draw: random.Random) -> list[list
     count = kernel.options["block"][0]
     warps = []
     for index in range(int(args.blocks)):
-        block = Block(
-            index, int(args.blocks), count, after, launch.behind + (draw.randint(0, launch.late) if index else 0)
-        )
+        late = launch.behind + (draw.randint(0, launch.late) if index else 0)
+        block = Block(index, int(args.blocks), count, after, late, launch.uneven)
         threads = [Thread(lambda: run_thread(kernel, args), block, i) for i in range(count)]
         warps += [threads[i : i + WARP] for i in range(0, count, WARP)]
     return warps
@@ -130,6 +134,7 @@ def start(launch: Launch, after: list[Thread], draw: random.Random) -> list[list
 def run_thread(kernel: Any, args: Any) -> None:
     kernel.kernel(args)
     assert not any(me().stores), "a thread has left before its bulk stores were complete"
+    assert not any(me().copies), "a thread has left before its copies were complete"
 
 
 def arrive(thread: Thread) -> None:
@@ -203,7 +208,13 @@ def run(
                 block.late -= warp[0].index == 0
                 moved = True
                 continue
+            if warp[0].missing > 0:
+                warp[0].missing -= 1
+                moved = True
+                continue
             moved |= turn(warp)
+            if block.uneven and draw.random() < 0.1:
+                warp[0].missing = draw.randint(1, block.uneven)
         warps = [warp for warp in warps if not all(thread.dead for thread in warp)]
         quiet = 0 if moved else quiet + 1
         assert quiet <= quiet_turns, f"nobody goes on: {[stuck(warp) for warp in warps[:6]]}"

@@ -24,6 +24,7 @@ from built import ARCHS, built
 from test_ptx import LARGE
 
 from cute_kernels import jit
+from cute_kernels.gemm.few_rows import FewRows, tile_of
 from cute_kernels.latency.combine import LatencyCombine
 from cute_kernels.latency.dispatch import LatencyDispatch
 from cute_kernels.throughput.combine import Combine
@@ -51,6 +52,8 @@ KERNELS: dict[str, Any] = {
     "latency dispatch": LatencyDispatch(LARGE, 256, True),
     "latency dispatch token-major": LatencyDispatch(LARGE, 256, True, token_major=True),
     "latency combine": LatencyCombine(LARGE, 256, True),
+    "few rows, gate and up": FewRows(128, 2048, 768, "bf16", tile_of(768, True, False, 32, 64), True, False),
+    "few rows, down": FewRows(128, 768, 2048, "bf16", tile_of(2048, False, True, 16, 64), False, True),
     "latency combine, sums in a format": LatencyCombine(LARGE, 256, True, format="e4m3/32/mx"),
 }
 

@@ -18,7 +18,7 @@ pytest.importorskip("greenlet", reason="needs greenlet, whose threads stand for 
 from emulator.main import CHECKS, main
 from emulator.mutations import MUTATIONS, ROOT
 
-ALWAYS = ("latency", "throughput")
+ALWAYS = ("latency", "throughput", "few_rows")
 ONE_OF = ("throughput_dropping", "death_few_dispatch", "wire_nvshmem", "across_small", "across_wide")
 DRAWN = 2
 """How many of the other checks are run, others each time. EP_OPS_ALL_CHECKS=1: all, which takes an hour."""

@@ -4,12 +4,13 @@ and everything runs on the current stream of their device."""
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cute_kernels import jit
+from cute_kernels.gemm.few_rows import FewRows, rows_of, tile_of
 from cute_kernels.local.expert_lists import ExpertLists
 from cute_kernels.local.places_route import PlacesRoute
 from cute_kernels.local.row_pieces import WARPS
@@ -62,6 +63,42 @@ def places_route(
     blocks = _blocks_for(max(topk_idx.numel(), places.numel()), places.device)
     numbers = places.shape[0], num_places, topk_idx.shape[0], topk_idx.shape[1], ranks, rank, each
     _run(PlacesRoute(), blocks, places.device, (*given, *made), *numbers)
+
+
+class Share(NamedTuple):
+    """Sizes of a call that bound the rows of a rank's experts."""
+
+    tokens: int
+    """Bound on the tokens of a rank."""
+    top_k: int
+    ranks: int
+    """Number of ranks that send rows."""
+
+
+def few_rows(x: Tensor, w_in: Tensor, w_out: Tensor, out: Tensor, segments: Segments, share: Share) -> None:
+    """Run both GEMMs of SwiGLU experts on the kept rows of x."""
+    rows, experts, width = x.shape[0], *w_out.shape[:2]
+    entries = share.tokens * share.ranks * share.top_k
+    if not min(rows, experts, entries):
+        return
+    mean = share.tokens * share.top_k  # rows of a rank
+    tile_rows, named = rows_of(share.tokens * share.ranks, mean / experts), min(experts, mean)
+    inner = x.new_empty(rows, width)
+    for given, weights, made, gated in ((x, w_in, inner, True), (inner, w_out, out, False)):
+        weights, transposed = _stored(weights)
+        columns = made.shape[1]
+        tile = tile_of(columns, gated, transposed, tile_rows, named)
+        kernel = FewRows(experts, given.shape[1], columns, DTYPES[x.dtype], tile, gated, transposed)
+        tensors = given, weights, made, segments.offs, segments.counts
+        _run(kernel, min(experts, rows, entries) * kernel.shares, x.device, tensors, segments.alignment)
+
+
+def _stored(weights: Tensor) -> tuple[Tensor, bool]:
+    """Return weights as they lie in memory, and whether this is the transpose of what is given. Weights in another
+    order are copied."""
+    if not weights.is_contiguous() and (turned := weights.transpose(1, 2)).is_contiguous():
+        return turned, True
+    return weights.contiguous(), False
 
 
 def _blocks_for(entries: int, device: torch.device) -> int:

@@ -1,0 +1,113 @@
+"""Checks of the grouped GEMMs for few rows an expert: no ranks, both GEMMs of SwiGLU experts, the second one behind the
+first."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from segments import segments
+from torch import Tensor
+
+from . import machine
+from .formats import put_bytes
+from .memory import POISON
+from .ranks import numbered
+from .threads import Launch, run
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Experts:
+    """Rows of experts that are drawn at random, and their weights. Rows hold NaN where none is kept, and weights of
+    experts without rows as well."""
+
+    def __init__(self, draw: random.Random, experts: int, hidden: int, width: int, dtype: str, most: int) -> None:
+        self.draw, self.hidden, self.width, self.dtype = draw, hidden, width, dtype
+        self.memory = machine.new_memory(1 << 22)
+        self.alignment = draw.choice([1, 4])
+        self.of = segments(draw, draw.choice([0, -(-most // 4) * 4]), experts, self.alignment, behind=2, most=most)
+        self.x = self.of.poisoned(hidden, DTYPES[dtype], draw, 1.0)
+        self.w_in, self.w_out = self.weights(hidden, 2 * width), self.weights(width, hidden)
+
+    @property
+    def ranks(self) -> Experts:
+        """Where `put_bytes` looks for the memory."""
+        return self
+
+    def weights(self, rows: int, columns: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.draw.getrandbits(31))
+        made = torch.randn(len(self.of.counts), rows, columns, generator=generator) * rows**-0.5
+        made[torch.tensor(self.of.counts) == 0] = torch.nan
+        return made.to(DTYPES[self.dtype])
+
+    def product(self, x: Tensor, weights: Tensor) -> Tensor:
+        """fp64 [rows, N], NaN where no row is kept."""
+        out = torch.full((self.of.rows, weights.shape[2]), torch.nan, dtype=torch.float64)
+        for w, count, end in zip(weights, self.of.counts, self.of.offs, strict=True):
+            begin = end - -(-count // self.alignment) * self.alignment
+            out[begin : begin + count] = x[begin : begin + count].double() @ w.double()
+        return out
+
+    def run(self, tile: tuple[int, ...], transposed: bool) -> None:
+        from cute_kernels.gemm.few_rows import FewRows, Tile
+
+        experts, rows = len(self.of.counts), self.of.rows
+        at = {
+            name: self.memory.put(torch.tensor(values, dtype=torch.int32), name)
+            for name, values in (("offs", self.of.offs), ("counts", self.of.counts))
+        }
+        x = put_bytes(self, self.x, "x")
+        w_in, w_out = (
+            put_bytes(self, (w.transpose(1, 2) if transposed else w).contiguous(), "weights")
+            for w in (self.w_in, self.w_out)
+        )
+        h, y = (self.memory.take(max(2 * rows * n, 16), "out") for n in (self.width, self.hidden))
+        first = FewRows(experts, self.hidden, self.width, self.dtype, Tile(*tile), True, transposed)
+        second = FewRows(experts, self.width, self.hidden, self.dtype, Tile(*tile), False, transposed)
+        named = min(experts, max(1, sum(count > 0 for count in self.of.counts) + self.draw.choice([0, 1])))
+        run(
+            [
+                Launch(
+                    kernel, numbered(FewRows.Args, **at, x=rows_at, weights=weights, out=out, alignment=self.alignment,
+                                     blocks=named * kernel.shares),
+                    after, uneven=40,
+                )
+                for kernel, rows_at, weights, out, after in ((first, x, w_in, h, None), (second, h, w_out, y, 0))
+            ],
+            self.draw,
+        )  # fmt: skip
+        got = self.memory.tensor(h, (rows, self.width), DTYPES[self.dtype])
+        gate, up = self.product(self.x, self.w_in).chunk(2, 1)
+        self.check(got, gate / (1 + (-gate).exp()) * up)
+        self.check(self.memory.tensor(y, (rows, self.hidden), DTYPES[self.dtype]), self.product(got, self.w_out))
+
+    def check(self, got: Tensor, want: Tensor) -> None:
+        kept = self.of.kept
+        eps = torch.finfo(got.dtype).eps
+        error = (got[kept].double() - want[kept]).abs()
+        assert (error <= eps * want[kept].abs() + 1e-3 * eps).all(), f"off by {error.max():.1e}"
+        others = torch.ones(self.of.rows, dtype=torch.bool)
+        others[kept] = False
+        words = got[others].contiguous().view(torch.int16)
+        assert (words == torch.tensor(POISON & 0xFFFF, dtype=torch.int32).short()).all(), "written where no row is"
+
+
+def both(
+    draw: random.Random, experts: int, hidden: int, width: int, tile: tuple[int, ...], most: int,
+    transposed: bool | None = None,
+) -> None:  # fmt: skip
+    if transposed is None:
+        transposed = draw.random() < 0.5
+    Experts(draw, experts, hidden, width, draw.choice(["bf16", "fp16"]), most).run(tile, transposed)
+
+
+CHECKS: dict[str, Any] = {
+    # Tiles: columns, rows, stages, depth. K ends within a step of 16 and within a stage, or at the end of one.
+    "few_rows": lambda draw: both(draw, 4, 72, 40, (64, 8, draw.choice([2, 3]), 32), 7),
+    "few_rows_loop": lambda draw: both(draw, 2, 96, 64, (64, 8, draw.choice([2, 3]), 32), 20),
+    "few_rows_many_experts": lambda draw: both(draw, 37, 40, 24, (64, 16, 2, 32), 2),
+    "few_rows_wide": lambda draw: both(draw, 2, 72, 136, (128, 16, 3, draw.choice([32, 64])), 13),
+    "few_rows_widest": lambda draw: both(draw, 2, 72, 136, (256, 8, 2, 64), 5, draw.random() < 0.3),
+}

@@ -1,0 +1,171 @@
+"""SwiGLU experts with few rows each: kernels beside fp64, bits that depend on no other row, what is captured and
+compiled, and whole layers."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from operators import make_comm, ranks
+from segments import Drawn
+from sharing import few_processes
+from test_live_rows import drawn, on_cpu
+from torch import Tensor
+
+from ep_ops.nn import Experts, few_rows_mlp
+from ep_ops.records import Route
+
+DTYPES = (torch.bfloat16, torch.float16)
+SIZES = ((72, 40), (256, 136), (1024, 768))
+"""Hidden size and width: with a tail of K and of columns, or without."""
+LAYOUTS = {"flat": {}, "slots": {"slots": 40}, "unpadded": {"alignment": 1}, "many": {"experts": 150},
+           "more": {"most": 150, "experts": 3}}  # fmt: skip
+
+
+def case(draw: random.Random, tokens: int, **options: int) -> tuple[Drawn, Route]:
+    """`tokens`: the bound on the rows of an expert, which selects tiles."""
+    of, route = drawn(draw, **options)
+    return of, route._replace(max_tokens=tokens, topk_idx=torch.zeros(1, 4, dtype=torch.int32, device="cuda"))
+
+
+def weights_of(experts: int, hidden: int, width: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    shapes = (experts, hidden, 2 * width), (experts, width, hidden)
+    return [(torch.randn(shape, generator=generator, device="cuda") * shape[1] ** -0.5).to(dtype) for shape in shapes]
+
+
+def turned(weights: list[Tensor]) -> list[Tensor]:
+    """The same, in the other order in memory."""
+    return [w.mT.contiguous().mT for w in weights]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("hidden", "width"), SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values(dtype, hidden, width, layout, seed):
+    """Beside the definition on the CPU. Rows that nobody may read hold NaN, and weights of experts without rows."""
+    draw = random.Random(seed)
+    tokens = draw.choice((1, 8, 30, 60, 200))
+    of, route = case(draw, tokens, **LAYOUTS[layout])
+    x = of.poisoned(hidden, dtype, draw, 1.0).cuda()
+    weights = weights_of(len(of.counts), hidden, width, dtype, seed)
+    for w in weights:
+        w[(torch.tensor(of.counts) == 0).cuda()] = torch.nan
+    got = few_rows_mlp(x, *weights, route, 1)
+    assert torch.equal(few_rows_mlp(x, *turned(weights), route, 1)[of.kept], got[of.kept])
+    exact = x[of.kept].double()
+    begin = 0
+    for e, (end, count) in enumerate(zip(of.offs, of.counts, strict=True)):
+        gate, up = (exact[begin : begin + count] @ weights[0][e].double()).chunk(2, 1)
+        inner = torch.nn.functional.silu(gate) * up
+        want = inner @ weights[1][e].double()
+        first = end - -(-count // route.alignment) * route.alignment
+        rows = got[first : first + count].double()
+        eps = torch.finfo(dtype).eps
+        assert ((rows - want).abs() <= 2 * eps * want.abs() + 4 * eps * inner.norm(dim=1, keepdim=True)).all()
+        begin += count
+    assert begin == len(of.kept)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_written(dtype, seed):
+    """Rows that are not kept stay as they are in memory."""
+    from ep_ops.backends.cute.local_kernels import Share, few_rows
+
+    draw = random.Random(seed)
+    of, route = case(draw, 8, behind=20)
+    x, weights = of.poisoned(72, dtype, draw).cuda(), weights_of(len(of.counts), 72, 40, dtype, seed)
+    out = torch.full((of.rows, 72), torch.nan, dtype=dtype, device="cuda")
+    few_rows(x, *weights, out, route.segments, Share(8, 4, 1))
+    others = torch.ones(of.rows, dtype=torch.bool, device="cuda")
+    others[of.kept] = False
+    assert out[others].isnan().all() and not out[~others].isnan().any()
+
+
+def test_bits_do_not_depend_on_tiles(seed):
+    """Of all sizes that select tiles, and of a row alone."""
+    draw = random.Random(seed)
+    of, route = case(draw, 1, most=40, alignment=1)
+    x, weights = of.poisoned(512, torch.bfloat16, draw, 1.0).cuda(), weights_of(5, 512, 384, torch.bfloat16, seed)
+    first = few_rows_mlp(x, *weights, route, 1)
+    for tokens, given in itertools.product((1, 7, 20, 40, 64, 100, 256), (weights, turned(weights))):
+        got = few_rows_mlp(x, *given, route._replace(max_tokens=tokens), 1)
+        assert torch.equal(got[of.kept], first[of.kept])
+    for row in draw.sample(of.kept, 6):
+        e = next(e for e, end in enumerate(of.offs) if row < end)
+        ints = torch.tensor([[int(e <= other), int(e == other)] for other in range(5)], dtype=torch.int32).cuda()
+        alone = route._replace(offs=ints[:, 0].contiguous(), counts=ints[:, 1].contiguous(), num_rows=1)
+        assert torch.equal(few_rows_mlp(x[row : row + 1], *weights, alone, 1)[0], first[row])
+
+
+def test_captured(seed):
+    """Replayed with other rows: other experts, none, and as many as there is room for."""
+    draw = random.Random(seed)
+    cases = [case(draw, 12, slots=12) for _ in range(3)]
+    first, route = cases[0]
+    nothing = first._replace(counts=[0] * 5, offs=[12 * e for e in range(5)], kept=[], padding=[])
+    ints = [torch.tensor(values, dtype=torch.int32, device="cuda") for values in (nothing.offs, nothing.counts)]
+    cases.append((nothing, route._replace(offs=ints[0], counts=ints[1])))
+    weights = weights_of(5, 256, 128, torch.bfloat16, seed)
+    x = torch.zeros(60, 256, dtype=torch.bfloat16, device="cuda")
+    few_rows_mlp(x, *weights, route, 1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = few_rows_mlp(x, *weights, route, 1)
+    for of, other in (*cases[1:], cases[1]):
+        x.copy_(of.poisoned(256, torch.bfloat16, draw, 1.0))
+        route.offs.copy_(other.offs)
+        route.counts.copy_(other.counts)
+        out.fill_(torch.nan)
+        graph.replay()
+        want = few_rows_mlp(x.cpu(), *(w.cpu() for w in weights), on_cpu(other), 1)
+        torch.testing.assert_close(out[of.kept].cpu(), want[of.kept], rtol=0.02, atol=0.02)
+
+
+@few_processes
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(dynamic, seed):
+    """One operator of a graph; the same numbers, and gradients of the ordinary GEMMs."""
+
+    def step(x: Tensor, w_in: Tensor, w_out: Tensor, route: Route) -> Tensor:
+        return few_rows_mlp(x * 2, w_in, w_out, route, 1) * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
+    draw = random.Random(seed)
+    for behind in (9, 40):
+        of, route = case(draw, 8, behind=behind)
+        x = of.poisoned(256, torch.bfloat16, draw, 1.0).cuda()
+        x[of.padding] = 0
+        weights = turned(weights_of(5, 256, 128, torch.bfloat16, seed))
+        found = []
+        for run in (step, compiled):
+            leaves = [leaf.clone().requires_grad_() for leaf in (x, *weights)]
+            y = run(*leaves, route)
+            grad = torch.zeros_like(y)
+            grad[of.kept] = 1
+            found.append((y[of.kept], *torch.autograd.grad(y, leaves, grad)))
+        (one, of_x, *of_w), (other, other_x, *other_w) = found
+        assert torch.equal(one, other) and torch.equal(of_x[of.live], other_x[of.live])
+        assert all(torch.equal(*pair) for pair in zip(of_w, other_w, strict=True))
+
+
+def test_layers(seed):
+    """A token's result has the same bits in every batch and with gradients. "auto" runs the same kernels."""
+    rank, world_size = ranks()
+    sizes = dict(num_experts=6 * world_size, hidden_size=256, top_k=3, max_tokens_per_rank=64)
+    with make_comm("cute", "few_rows", None, **sizes) as comm:
+        memory, auto = (Experts(comm, 128, gemms=gemms, seed=seed) for gemms in ("memory", "auto"))
+        generator = torch.Generator(device="cuda").manual_seed(seed + rank)
+        x = torch.randn(64, 256, generator=generator, device="cuda").bfloat16()
+        weights, ids = torch.rand(64, comm.num_experts, generator=generator, device="cuda").topk(3)
+        whole = memory(x, ids, weights).detach()
+        with torch.no_grad():
+            for tokens in (0, 1, 7, 64):
+                for layer in (memory, auto):
+                    out = layer(x[:tokens], ids[:tokens], weights[:tokens], max_tokens=max(tokens, 1))
+                    assert torch.equal(out, whole[:tokens])
+        comm.check_errors()

@@ -1,0 +1,87 @@
+"""What the grouped GEMMs for few rows compile to, for Hopper and Blackwell, without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+from built import ARCHS, assert_in_registers, built, compiled_ptx, count
+
+from cute_kernels.gemm.few_rows import ROWS, FewRows, rows_of, tile_of
+from cute_kernels.jit import object_name
+
+SHARED = 227 * 1024
+"""Bytes of shared memory that a block can have."""
+SIZES = {"qwen3-30b": (128, 2048, 768), "deepseek-v3": (32, 7168, 2048), "odd": (37, 72, 40)}
+"""Experts, hidden size, width."""
+
+
+def kernels(sizes: str, rows: int, transposed: bool, named: int = 32, dtype: str = "bf16") -> list[FewRows]:
+    """Both GEMMs."""
+    experts, hidden, width = SIZES[sizes]
+    return [
+        FewRows(experts, depth, made, dtype, tile_of(made, gated, transposed, rows, named), gated, transposed)
+        for depth, made, gated in ((hidden, width, True), (width, hidden, False))
+    ]
+
+
+CASES = [
+    *kernels("qwen3-30b", 16, False), *kernels("qwen3-30b", 8, False, named=8), *kernels("deepseek-v3", 128, False),
+    *kernels("deepseek-v3", 32, True), *kernels("odd", 64, True, dtype="fp16"), *kernels("odd", 96, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kernel", CASES, ids=str)
+def test_instructions(kernel: FewRows, arch: str) -> None:
+    """Copies of 16 bytes, matrices loaded once a stage, tensor cores, and nothing kept in local memory."""
+    ptx, tile = compiled_ptx(kernel, arch), kernel.tile
+    assert_in_registers(kernel, arch)
+    made = built(kernel, arch)
+    assert made.shared_bytes == tile.stages * tile.stage_bytes <= SHARED
+    assert made.registers * tile.columns <= 65536
+    form = {"bf16": "bf16", "fp16": "f16"}[kernel.dtype]
+    product = f"mma.sync.aligned.m16n8k16.row.col.f32.{form}.{form}.f32"
+    loops = count(ptx, product) // (2 * kernel.groups * tile.depth // 16)  # the compiler may unroll the stages
+    assert loops >= 1 and count(ptx, product) == loops * 2 * kernel.groups * tile.depth // 16
+    steps = loops * tile.depth // 16
+    plain, turned = (count(ptx, f"ldmatrix.sync.aligned.m8n8.x4{how}.shared.b16") for how in ("", ".trans"))
+    of_rows = kernel.groups * steps // 2
+    assert (plain, turned) == ((of_rows + 2 * steps, 0) if kernel.transposed else (of_rows, 2 * steps))
+    assert "cp.async.ca" not in ptx and count(ptx, "cp.async.cg.shared.global") > 0
+    assert ("], 16, %r" in ptx) == (kernel.depth % tile.depth != 0)  # partial copies only where K has a tail
+
+
+@pytest.mark.parametrize("kernel", CASES[:2], ids=str)
+def test_dependent_launch(kernel: FewRows) -> None:
+    """The first GEMM waits before it reads anything; the second fetches weights before it waits. Both let the next
+    kernel start."""
+    ptx = compiled_ptx(kernel, "sm_90a")
+    assert count(ptx, "griddepcontrol.wait") == 1
+    assert count(ptx, "griddepcontrol.launch_dependents") >= 1
+    assert kernel.options["use_pdl"]
+    wait, reads, copies = (ptx.index(what) for what in ("griddepcontrol.wait", "ld.relaxed.gpu", "cp.async.cg"))
+    assert wait < reads < copies if kernel.gated else reads < copies < wait < ptx.rindex("cp.async.cg")
+
+
+def test_every_tile_fits() -> None:
+    for rows in ROWS:
+        for transposed in (False, True):
+            for gated in (False, True):
+                for named in (1, 8, 64):
+                    tile = tile_of(2048, gated, transposed, rows, named)
+                    assert tile.stages * tile.stage_bytes <= SHARED and tile.rows == rows
+                    assert 2 * tile.half // 2 >= 32 and tile.depth % 32 == 0
+
+
+def test_rows_of_a_tile() -> None:
+    """They hold what experts can have, or probably have."""
+    assert [rows_of(most, mean) for most, mean in ((1, 1.0), (8, 0.5), (64, 2.0), (512, 16.0), (512, 64.0))] == [
+        8, 8, 16, 32, 96,
+    ]  # fmt: skip
+    assert rows_of(10**6, 10**6) == 128
+
+
+def test_each_has_a_file_of_its_own() -> None:
+    assert len({object_name(kernel, "sm_90a") for kernel in CASES}) == len(CASES)
