@@ -27,10 +27,22 @@ from .formats import (
     per_row,
     refuse_hidden,
 )
-from .records import FLIGHTS, INT32_LIMIT, MAX_ALIGNMENT, PADDED, ROW_LAYOUTS, TOKEN_MAJOR, wrong_type
+from .records import (
+    DISTINCT,
+    FLIGHTS,
+    INT32_LIMIT,
+    MAX_ALIGNMENT,
+    PADDED,
+    ROW_LAYOUTS,
+    TOKEN_MAJOR,
+    described,
+    wrong_type,
+)
 
 _INT32 = torch.int32
+_STRIDED = torch.strided
 _ROW_BYTES = 16  # rows begin at multiples of it, as bulk copies require
+_PAIR_BYTES = 8  # so does arrivals, which holds pairs of int32
 WIRE = tuple(name for name, form in FORMATS.items() if form.wire)
 _QUANTIZED = ", ".join(repr(name) for name, form in FORMATS.items() if not form.wire)
 _MOST_HIDDEN = 2**16  # limit of rows in a format on GPUs: the ring of a pulling block holds whole rows
@@ -44,6 +56,8 @@ _EXACT = ", ".join(repr(layout) for layout in ROW_LAYOUTS if layout != PADDED)
 
 def plan(m: Member, a: Any) -> None:
     _same_sizes(m, a.num_local_experts, a.world_size)
+    if not 0 <= a.max_tokens <= m.max_tokens_per_rank:  # before the capacity, which may follow from it
+        raise _wrong_max_tokens(m, a)
     _layout(a.layout, a.alignment, a.slots)
     _rows_asked(m, a.capacity, a.alignment, a.slots)
     _tokens(m, a)
@@ -166,7 +180,7 @@ def _layout(layout: str, alignment: int, slots: int) -> None:
 
 
 def _layout_name(layout: str) -> None:
-    if layout not in ROW_LAYOUTS:
+    if layout not in ROW_LAYOUTS and layout != DISTINCT:
         raise ValueError(f"layout is {layout!r}; allowed: {', '.join(map(repr, ROW_LAYOUTS))}")
 
 
@@ -188,7 +202,7 @@ def _rows_asked(comm: Member, capacity: int, alignment: int, slots: int) -> None
 def _tokens(comm: Member, a: Any) -> None:
     """Check ``max_tokens`` and ``topk_idx``."""
     if not 0 <= a.max_tokens <= comm.max_tokens_per_rank:
-        raise ValueError(f"max_tokens is {a.max_tokens}; allowed: 0..max_tokens_per_rank {comm.max_tokens_per_rank}")
+        raise _wrong_max_tokens(comm, a)
     _tensor(comm, "topk_idx", a.topk_idx, _INT32)
     shape = a.topk_idx.shape
     if len(shape) != 2 or shape[1] != comm.top_k:
@@ -196,6 +210,10 @@ def _tokens(comm: Member, a: Any) -> None:
     if shape[0] > a.max_tokens:
         bound = "max_tokens" if a.max_tokens < comm.max_tokens_per_rank else "max_tokens_per_rank"
         raise ValueError(f"topk_idx has {shape[0]} tokens; allowed: at most {bound} {a.max_tokens}")
+
+
+def _wrong_max_tokens(comm: Member, a: Any) -> ValueError:
+    return ValueError(f"max_tokens is {a.max_tokens}; allowed: 0..max_tokens_per_rank {comm.max_tokens_per_rank}")
 
 
 def _of_tokens(comm: Member, a: Any) -> None:
@@ -211,6 +229,8 @@ def _route(comm: Member, a: Any) -> int:
     """Check the tensors of a route, and ``num_rows`` if the operator takes it. Return the number of rows."""
     try:
         _tensor(comm, "arrivals", a.arrivals, _INT32)
+        if a.arrivals.data_ptr() % _PAIR_BYTES:
+            raise _misaligned("arrivals", a.arrivals, _PAIR_BYTES)
         shape = a.arrivals.shape
         rows = rows_of(shape[0], comm.world_size) if len(shape) == 1 else -1
         if rows < 0:
@@ -272,7 +292,14 @@ def _rows(comm: Member, name: str, rows: Tensor, count: int, why: str, dtype: to
     """Check rows [count, H] of ``dtype`` (None: the communicator's), which begin at a multiple of 16 bytes."""
     _tensor(comm, name, rows, comm.dtype if dtype is None else dtype, (count, comm.hidden_size), why)
     if rows.data_ptr() % _ROW_BYTES:
-        raise ValueError(f"{name} begins at address {rows.data_ptr():#x}; allowed: multiples of {_ROW_BYTES} bytes")
+        raise _misaligned(name, rows, _ROW_BYTES)
+
+
+def _misaligned(name: str, tensor: Tensor, unit: int) -> ValueError:
+    return ValueError(
+        f"{name} begins at address {tensor.data_ptr():#x} (storage_offset {tensor.storage_offset()}); allowed:"
+        f" multiples of {unit} bytes, as of {name}.clone()"
+    )
 
 
 def _tensor(
@@ -281,6 +308,8 @@ def _tensor(
     """Check a tensor, which must be contiguous. ``shape`` None: the caller checks it."""
     if tensor is None:  # PyTorch accepts it where a schema says Tensor
         raise wrong_type(name, tensor, Tensor)
+    if tensor.layout is not _STRIDED or tensor.is_nested:  # it may have neither sizes nor strides
+        raise ValueError(f"{name} is {described(tensor)}; allowed: an ordinary (strided) tensor")
     if tensor.dtype is not dtype:
         also = ", or torch.int64 in methods of Communicator" if name == "topk_idx" else ""
         raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: {dtype}{also}")

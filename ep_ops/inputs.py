@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .group.survivors import ExpertIds
+from .records import Route, is_ordinary
 
 
 class Wanted(Protocol):
@@ -31,7 +32,7 @@ def to_plan(wanted: Wanted, topk_idx: Tensor) -> tuple[Tensor, tuple[int, ...] |
 def to_send(
     wanted: Wanted, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, tuple[int, ...] | None]:
-    """Return the tensors for a dispatch and the ``batch`` of its route."""
+    """Return the tensors for a dispatch and the ``batch`` of its route. ValueError if leading dimensions differ."""
     if (  # no conversion is needed, which is checked fast for decode steps
         wanted.expert_ids is None
         and getattr(x, "dtype", None) is wanted.dtype
@@ -40,7 +41,29 @@ def to_send(
         and (topk_weights is None or getattr(topk_weights, "dtype", None) is wanted.weights_dtype)
     ):
         return x, topk_idx, topk_weights, None
-    return rows(wanted, x), _own(wanted, topk_idx), weights(wanted, topk_weights), _batch(topk_idx)
+    batch = _batch(x)
+    if convertible(x):
+        _check_leading("topk_idx", topk_idx, x, batch)
+        _check_leading("topk_weights", topk_weights, x, batch)
+    return rows(wanted, x), _own(wanted, topk_idx), weights(wanted, topk_weights), batch
+
+
+def to_send_along(
+    wanted: Wanted, x: Tensor, topk_weights: Tensor | None, route: Route
+) -> tuple[Tensor, Tensor | None, Route]:
+    """Return the tensors for a dispatch along a route, and the route with the ``batch`` of x. ValueError if leading
+    dimensions differ."""
+    given = with_weights(wanted, x, topk_weights)
+    if route.batch is None and given[0] is x and given[1] is topk_weights:  # without leading dimensions
+        return *given, route
+    if convertible(x):
+        batch = _batch(x)
+        if batch is not None and route.batch is not None and batch != route.batch:
+            allowed = f"[{', '.join(map(str, route.batch))}, H], like the ids of the route, or [T, H]"
+            raise ValueError(f"x has shape {tuple(x.shape)}; allowed: {allowed}")
+        _check_leading("topk_weights", topk_weights, x, batch)
+        route = route if batch == route.batch else route._replace(batch=batch)
+    return *given, route
 
 
 def with_weights(wanted: Wanted, x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -52,9 +75,26 @@ def with_weights(wanted: Wanted, x: Tensor, given: Tensor | None) -> tuple[Tenso
     return x, given
 
 
+def residual(wanted: Wanted, given: Tensor, route: Route) -> Tensor:
+    """Return the residual of a combine as [T, H]. ValueError if its leading dimensions are not those of the tokens."""
+    batch = _batch(given)
+    if batch is not None and route.batch is not None and batch != route.batch:
+        allowed = f"[{', '.join(map(str, route.batch))}, H], like the tokens of the route, or [T, H]"
+        raise ValueError(f"residual has shape {tuple(given.shape)}; allowed: {allowed}")
+    return rows(wanted, given)
+
+
+def _check_leading(name: str, given: object, x: Tensor, batch: tuple[int, ...] | None) -> None:
+    """Raise ValueError unless the leading dimensions of ids or weights are those of x, or they are [T, K]."""
+    if not convertible(given) or given.dim() <= 2 or tuple(given.shape[:-1]) == batch:
+        return
+    allowed = "[T, K]" if batch is None else f"[{', '.join(map(str, batch))}, K], like x, or [T, K]"
+    raise ValueError(f"{name} has shape {tuple(given.shape)}, and x {tuple(x.shape)}; allowed: {allowed}")
+
+
 def convertible(given: object) -> TypeGuard[Tensor]:
-    """Return whether the dimensions of an argument can be flattened: it is a tensor without jagged dimensions."""
-    return isinstance(given, Tensor) and not given.is_nested
+    """Return whether the dimensions of an argument can be flattened."""
+    return is_ordinary(given)
 
 
 def rows(wanted: Wanted, x: Tensor) -> Tensor:
@@ -80,8 +120,9 @@ def autocasts(kind: str) -> bool:
 
 
 def scales(given: Tensor, batch: tuple[int, ...] | None) -> Tensor:
-    """Flatten [..., G] or [...] to [T, G] or [T], for tokens of several dimensions."""
-    if batch is None or not convertible(given) or given.dim() < len(batch):
+    """Flatten [..., G] or [...] to [T, G] or [T], for tokens of several dimensions. Scales whose leading dimensions
+    differ from those of the tokens are returned unchanged."""
+    if batch is None or not convertible(given) or tuple(given.shape[: len(batch)]) != batch:
         return given
     return given.flatten(0, len(batch) - 1)
 
@@ -112,6 +153,6 @@ def _own(wanted: Wanted, topk_idx: Tensor) -> Tensor:
     return topk_idx if wanted.expert_ids is None else wanted.expert_ids.of(topk_idx)
 
 
-def _batch(topk_idx: Tensor) -> tuple[int, ...] | None:
-    """Return the dimensions of the tokens if there are several, else None."""
-    return tuple(topk_idx.shape[:-1]) if convertible(topk_idx) and topk_idx.dim() > 2 else None
+def _batch(given: Tensor) -> tuple[int, ...] | None:
+    """Return the leading dimensions of a tensor of tokens if there are several, else None."""
+    return tuple(given.shape[:-1]) if convertible(given) and given.dim() > 2 else None

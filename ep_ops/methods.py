@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from .operators.eager import repeat
 from .operators.rejection import reject
 from .overflow import Overflow
 from .records import (
+    DISTINCT,
     GROUPED,
     PADDED,
     TOKEN_MAJOR,
@@ -26,6 +27,8 @@ from .records import (
     Sizes,
     StartedCombine,
     StartedDispatch,
+    check_types,
+    whole,
     wrong_type,
 )
 
@@ -85,14 +88,16 @@ class Methods:
         Raises:
             TypeError, ValueError, RuntimeError: as for :meth:`dispatch`.
         """
-        rows, align, slots, tokens, layout = self._sizes("plan", layout, capacity, slots, max_tokens, alignment)
-        if topk_idx is None:  # PyTorch selects the kernel by a tensor
-            self._reject("plan", "topk_idx is None; allowed: a tensor", max_tokens=tokens)
-        topk_idx, batch = inputs.to_plan(self, topk_idx)
+        try:
+            rows, align, slots, tokens, layout = self._sizes(layout, capacity, slots, max_tokens, alignment)
+            topk_idx, batch = inputs.to_plan(self, topk_idx)
+        except Exception as error:
+            reject("plan", self.backend, error, 0, max_tokens)
         placed = repeat(self, "plan", (topk_idx,), (rows, align, slots, tokens, *self.plan_args, layout))
         send_rows, arrivals, offs, counts, dropped, recv_idx = placed
         if self.overflowed is not None:
             self.overflowed.add(dropped)
+        layout = GROUPED if layout == DISTINCT else layout
         local_idx = recv_idx if layout == TOKEN_MAJOR else None
         along = topk_idx, send_rows, arrivals, offs, counts
         return Route(*along, align, rows, tokens, batch, slots, layout, dropped, local_idx), dropped
@@ -110,9 +115,10 @@ class Methods:
 
         Args:
             x: tokens, [T, H] or [..., H], in the communicator's dtype. Under ``torch.autocast`` they are cast to it.
-            topk_idx: global expert ids, int32 or int64 [T, K] or [..., K]; -1 means no expert.
-            topk_weights: routing weights [T, K] or [..., K], float32 (float64 with float64 rows); narrower dtypes are
-                converted. If None, the rows have no weights.
+            topk_idx: global expert ids, int32 or int64 [T, K], or [..., K] like x; -1 means no expert. The ids of
+                a token must be distinct, unless ``capacity``, ``slots`` or ``exact`` is given or rows are token-major.
+            topk_weights: routing weights [T, K], or [..., K] like x, float32 (float64 with float64 rows); narrower
+                dtypes are converted. If None, the rows have no weights.
             layout: order of the received rows. "grouped": one contiguous segment for each local expert, padded to
                 a multiple of ``alignment``. "padded": ``slots`` rows for each local expert. "token_major": one row for
                 each (token, rank), in the order of (source rank, token), with local expert ids and weights [R, K], for
@@ -127,8 +133,7 @@ class Methods:
             max_tokens: bound on T in this call, the same on all ranks. None: ``max_tokens_per_rank``.
             alignment: each segment is padded to a multiple of this number of rows. None: the communicator's. Only 1 is
                 allowed for token-major rows, which is their default.
-            scales: scales of an x that is already quantized, [T, G] with G scales for each token, or [T]
-                (docs/formats.md).
+            scales: scales of an x that is already quantized, [T, G] or [T] (docs/formats.md).
             format: format in which rows arrive, such as "e4m3/128/pow2". Empty: the dtype of x.
             scales_as: memory layout of the received scales. Empty: the first layout of the format.
             zeros: whether padding rows hold zeros. If False, they are undefined. If None, they hold zeros if gradients
@@ -143,18 +148,19 @@ class Methods:
                 not a multiple of 16 bytes. The other ranks raise ValueError with the same reason.
             RuntimeError: a peer did not arrive within ``timeout`` seconds, or called a different operator.
         """
-        operator = "dispatch_dynamic" if exact else "dispatch"
-        sizes = self._sizes(operator, layout, capacity, slots, max_tokens, alignment, exact)
-        x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
-        if scales is not None:
-            scales = inputs.scales(scales, batch)
-        given = x, topk_weights, topk_idx
-        how = scales, format, scales_as, _clears(zeros)
+        try:
+            sizes = self._sizes(layout, capacity, slots, max_tokens, alignment, exact)
+            x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
+            if scales is not None:
+                scales = inputs.scales(scales, batch)
+        except Exception as error:
+            reject("dispatch_dynamic" if exact is True else "dispatch", self.backend, error, 0, max_tokens)
+        given, how = (x, topk_weights, topk_idx), (scales, format, scales_as, _clears(zeros))
         rows, align, slots, tokens, layout = sizes
         if exact:
-            out = repeat(self, operator, given, (align, tokens, *self.plan_args, layout, *how))
+            out = repeat(self, "dispatch_dynamic", given, (align, tokens, *self.plan_args, layout, *how))
             return self._dispatched(out, *given, (out[0].shape[0], align, 0, tokens, layout), batch, format, scales_as)
-        out = repeat(self, operator, given, (rows, align, slots, tokens, *self.plan_args, layout, *how))
+        out = repeat(self, "dispatch", given, (rows, align, slots, tokens, *self.plan_args, layout, *how))
         return self._dispatched(out, *given, sizes, batch, format, scales_as)
 
     def dispatch_planned(
@@ -177,11 +183,13 @@ class Methods:
         Raises:
             TypeError, ValueError, RuntimeError: as for :meth:`dispatch`.
         """
-        if not isinstance(route, Route):
-            reject("dispatch_planned", self.backend, wrong_type("route", route, Route))
-        x, topk_weights = inputs.with_weights(self, x, topk_weights)
-        if scales is not None:
-            scales = inputs.scales(scales, route.batch)
+        try:
+            check_types(Route, route=route)
+            x, topk_weights, route = inputs.to_send_along(self, x, topk_weights, route)
+            if scales is not None:
+                scales = inputs.scales(scales, route.batch)
+        except Exception as error:
+            reject("dispatch_planned", self.backend, error, 0, getattr(route, "max_tokens", None))
         along = route.num_rows, route.alignment, route.max_tokens, self.name, route.layout, route.slots
         how = scales, format, scales_as, _clears(zeros)
         given = x, topk_weights, *route.tensors
@@ -220,11 +228,12 @@ class Methods:
         Raises:
             TypeError, ValueError, RuntimeError: as for :meth:`dispatch`.
         """
-        if not isinstance(route, Route) or weights is not None and route.layout == TOKEN_MAJOR:
-            self._reject_rows("combine", route)
-        y, weights = inputs.with_weights(self, y, weights)
-        if residual is not None:
-            residual = inputs.rows(self, residual)
+        try:
+            y, weights = self._rows(y, weights, route)
+            if residual is not None:
+                residual = inputs.residual(self, residual, route)
+        except Exception as error:
+            reject("combine", self.backend, error, 0, getattr(route, "max_tokens", None))
         given = y, weights, route.topk_idx, route.send_rows, route.arrivals, route.offs, route.counts
         along = route.alignment, route.max_tokens, self.name, residual, grad_format, format
         return _home(repeat(self, "combine", given, along), route)
@@ -252,7 +261,7 @@ class Methods:
             ValueError: there are more rows than ``symmetric_rows``. Other errors as for :meth:`dispatch`.
         """
         if not isinstance(route, Route):
-            self._reject_rows("combine_gathered", route)
+            reject("combine_gathered", self.backend, wrong_type("route", route, Route), 0, None)
         return _home(repeat(self, "combine_gathered", (y, *route.tensors), (*route.ints, self.name)), route)
 
     def dispatch_start(
@@ -277,10 +286,13 @@ class Methods:
         Raises:
             RuntimeError: the flight is in use. Other errors as for :meth:`dispatch`.
         """
-        sizes = self._sizes("dispatch_start", layout, capacity, slots, max_tokens, alignment)
-        x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
-        if scales is not None:
-            scales = inputs.scales(scales, batch)
+        try:
+            sizes = self._sizes(layout, capacity, slots, max_tokens, alignment)
+            x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
+            if scales is not None:
+                scales = inputs.scales(scales, batch)
+        except Exception as error:
+            reject("dispatch_start", self.backend, error, flight, max_tokens)
         how = Delivery(scales, format, scales_as, _clears(zeros))
         rows, align, slots, tokens, layout = sizes
         along = rows, align, slots, tokens, *self.plan_args, layout, *how, flight
@@ -326,9 +338,10 @@ class Methods:
         Raises:
             RuntimeError: the flight is in use. Other errors as for :meth:`combine`.
         """
-        if not isinstance(route, Route) or weights is not None and route.layout == TOKEN_MAJOR:
-            self._reject_rows("combine_start", route, flight)
-        y, weights = inputs.with_weights(self, y, weights)
+        try:
+            y, weights = self._rows(y, weights, route)
+        except Exception as error:
+            reject("combine_start", self.backend, error, flight, getattr(route, "max_tokens", None))
         along = *route.ints, self.name, flight, format
         ticket = repeat(self, "combine_start", (y, weights, *route.tensors), along)
         return StartedCombine(ticket, y, weights, route, flight, format)
@@ -355,34 +368,39 @@ class Methods:
     # ------------------------------------------------------------------ arguments
 
     def _sizes(
-        self, operator: str, layout: str, capacity: int | None, slots: int, max_tokens: int | None,
-        alignment: int | None, exact: bool = False,
+        self, layout: str, capacity: int | None, slots: int, max_tokens: int | None, alignment: int | None,
+        exact: bool = False,
     ) -> tuple[int, int, int, int, str]:  # fmt: skip
-        """Return the fields of ``Sizes``, with defaults filled in. Reject impossible combinations on all ranks."""
+        """Return the fields of ``Sizes``, with defaults filled in. Raise TypeError or ValueError for wrong types and
+        impossible combinations."""
+        if not isinstance(layout, str):
+            raise wrong_type("layout", layout, str)
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
         align = alignment
         if align is None:
             align = 1 if layout == TOKEN_MAJOR else self.alignment
         if not (type(align) is type(tokens) is type(slots) is int and (capacity is None or type(capacity) is int)):
-            self._reject_sizes(operator, capacity=capacity, slots=slots, max_tokens=tokens, alignment=align)
-        if exact:
+            align, tokens = whole("alignment", align), whole("max_tokens", tokens)
+            slots, capacity = whole("slots", slots), None if capacity is None else whole("capacity", capacity)
+        if exact is not False:
+            if exact is not True:
+                raise wrong_type("exact", exact, bool)
             if capacity is not None or slots or layout == PADDED:
-                reason = (
+                raise ValueError(
                     f"exact is True, with layout {layout!r}, capacity {capacity} and slots {slots}; allowed: layout"
                     f" {GROUPED!r} or {TOKEN_MAJOR!r}, without capacity and slots"
                 )
-                self._reject(operator, reason, max_tokens=tokens)
             capacity = UNBOUNDED
         elif capacity is not None:
             if slots:
-                reason = f"capacity is {capacity} and slots is {slots}; allowed: one of the two"
-                self._reject(operator, reason, max_tokens=tokens)
+                raise ValueError(f"capacity is {capacity} and slots is {slots}; allowed: one of the two")
         elif layout == PADDED:
             capacity = self.num_local_experts * slots
         elif layout == TOKEN_MAJOR:
             capacity = self._default_rows(most_token_rows(self.world_size, tokens, self.num_local_experts), tokens)
         else:  # the operator rejects an alignment below 1
             capacity = self._default_rows(self.capacity(tokens, max(align, 1)), tokens)
+            layout = DISTINCT if layout == GROUPED and not slots else layout
         return capacity, align, slots, tokens, layout
 
     def _default_rows(self, rows: int, tokens: int) -> int:
@@ -397,28 +415,15 @@ class Methods:
             warnings.warn(text, RuntimeWarning, stacklevel=4)
         return rows
 
-    # ------------------------------------------------------------------ rejections, on all ranks
-
-    def _reject(self, operator: str, reason: str, flight: int = 0, max_tokens: Any = 0) -> NoReturn:
-        reject(operator, self.backend, ValueError(reason), flight, max_tokens)
-
-    def _reject_sizes(self, operator: str, **given: Any) -> None:
-        """Reject sizes that are not ints, for which the call would fail before it can inform other ranks."""
-        tokens = given["max_tokens"]
-        for name, value in given.items():
-            if value is not None and not hasattr(value, "__index__"):
-                reason = f"{name} is {value!r}; it must be an int"
-                self._reject(operator, reason, max_tokens=tokens if name != "max_tokens" else 0)
-
-    def _reject_rows(self, operator: str, route: Any, flight: int = 0) -> None:
-        """Reject what a combine cannot follow, or else weights of token-major rows."""
-        if not isinstance(route, Route):
-            reject(operator, self.backend, wrong_type("route", route, Route), flight)
-        reason = (
-            "weights are given for token-major rows, which have one for each of their experts; allowed: None"
-            " (apply them with ep_ops.nn.reduce_rows)"
-        )
-        self._reject(operator, reason, flight, route.max_tokens)
+    def _rows(self, y: Tensor, weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor | None]:
+        """Return the rows of a combine and their weights as operators take them."""
+        check_types(Route, route=route)
+        if weights is not None and route.layout == TOKEN_MAJOR:
+            raise ValueError(
+                "weights are given for token-major rows, which have one for each of their experts; allowed: None"
+                " (apply them with ep_ops.nn.reduce_rows)"
+            )
+        return inputs.with_weights(self, y, weights)
 
     # ------------------------------------------------------------------ results
 
@@ -428,6 +433,7 @@ class Methods:
     ) -> Dispatched:  # fmt: skip
         recv_x, recv_scales, weights, send_rows, arrivals, offs, counts, dropped, recv_idx = out
         rows, align, slots, tokens, layout = sizes
+        layout = GROUPED if layout == DISTINCT else layout
         if self.overflowed is not None:
             self.overflowed.add(dropped)
         local_idx = recv_idx if layout == TOKEN_MAJOR else None

@@ -6,10 +6,12 @@ C = min(K, W), the largest number of ranks that a token is sent to.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import operator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from . import arrivals as lists
 from .formats.groups import Segments
@@ -25,6 +27,9 @@ UNKNOWN_ROW = INT32_LIMIT - 1
 ROW_LAYOUTS = GROUPED, PADDED, TOKEN_MAJOR = "grouped", "padded", "token_major"
 """Order of received rows. Grouped: one segment for each local expert. Padded: [El, slots, H]. Token-major: one row for
 each (token, rank)."""
+DISTINCT = "distinct"
+"""Layout that operators take for grouped rows if the caller sets no size of the receive buffer. The buffer has room for
+tokens whose ids are distinct. An id that repeats within a token is invalid, and its later entries are not sent."""
 UNBOUNDED = -1
 """Value of a capacity: as many rows as are received."""
 
@@ -36,7 +41,7 @@ class Sizes(NamedTuple):
     alignment: int  # segments are padded to a multiple of it; token-major: 1
     slots: int  # padded layout: rows of each local expert, a multiple of alignment; 0 for other layouts
     max_tokens: int  # bound on T, equal on all ranks
-    layout: str = GROUPED  # one of ROW_LAYOUTS
+    layout: str = GROUPED  # one of ROW_LAYOUTS, or DISTINCT
 
 
 class Delivery(NamedTuple):
@@ -193,7 +198,8 @@ def route_of(topk_idx: Tensor, placed: Placed, sizes: Sizes, world_size: int) ->
     """Return the route of a plan."""
     tensors = topk_idx, placed.send_rows, placed.arrivals, placed.offs, placed.counts
     num_rows = lists.rows_of(placed.arrivals.numel(), world_size)
-    return Route(*tensors, sizes.alignment, num_rows, sizes.max_tokens, None, sizes.slots, sizes.layout)
+    layout = GROUPED if sizes.layout == DISTINCT else sizes.layout
+    return Route(*tensors, sizes.alignment, num_rows, sizes.max_tokens, None, sizes.slots, layout)
 
 
 class Dispatched(NamedTuple):
@@ -262,6 +268,34 @@ def wrong_type(name: str, given: object, allowed: type | str) -> TypeError:
 def _with_article(kind: type) -> str:
     name = kind.__name__
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def whole(name: str, given: Any) -> int:
+    """Return an argument that must be an int: the int, or a number of another library. ValueError for anything else."""
+    if isinstance(given, torch.SymInt):
+        return given  # type: ignore[return-value]
+    try:
+        number = None if isinstance(given, bool) else operator.index(given)
+    except Exception:
+        number = None
+    if number is None:
+        raise ValueError(f"{name} is {given!r}; it must be an int")
+    return number
+
+
+def is_ordinary(given: object) -> bool:
+    """Return whether an argument is a tensor of this rank with strides: neither nested, sparse nor mkldnn, nor a
+    DTensor."""
+    if not isinstance(given, Tensor) or isinstance(given, DTensor):
+        return False
+    return not given.is_nested and given.layout is torch.strided
+
+
+def described(tensor: Tensor) -> str:
+    """Return a text for a tensor that is not ordinary."""
+    if isinstance(tensor, DTensor):
+        return "a DTensor"
+    return "a nested tensor" if tensor.is_nested else f"a tensor with layout {tensor.layout}"
 
 
 def check_types(allowed: type, **given: object) -> None:

@@ -53,7 +53,7 @@ class LatencyDispatchArgs(NamedTuple):
     max_tokens: Int32
     capacity: Int32
     alignment: Int32
-    slots: Int32
+    slots: Int32  # as of PublishArgs
     zeros: Int32  # whether padding is cleared
     senders: Int32
     first_receiver: Int32

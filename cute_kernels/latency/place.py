@@ -67,6 +67,50 @@ class RouteTables(Carried):
 
 
 @cute.jit
+def named_before(problem: cutlass.Constexpr[Problem], args: Any, first: Int32, ids: Any) -> Int32:
+    """Return which of a lane's 8 ids, those of the entries from `first` on, repeat an earlier id of their token, as
+    bits. Entries of no expert may count too."""
+    top_k = problem.top_k
+    again = Int32(0)
+    if cutlass.const_expr(8 % top_k == 0):  # lanes hold whole tokens
+        for i in range_constexpr(8):
+            for back in range_constexpr(1, i % top_k + 1):
+                if ids[i] == ids[i - back]:
+                    again = again | (1 << i)
+    else:
+        entries = args.tokens * top_k
+        earlier, number = cute.make_rmem_tensor((8,), Int32), cute.make_rmem_tensor((8,), Int32)
+        for i in range_constexpr(8):
+            earlier[i] = ids[i]
+            number[i] = (first + i) % top_k
+        if cutlass.const_expr(top_k < 8):
+            for back in range_constexpr(1, top_k):
+                again = again | same_as_earlier(entries, args, first, back, ids, earlier, number)
+        else:
+            for back in cutlass.range(1, top_k, 1):
+                again = again | same_as_earlier(entries, args, first, back, ids, earlier, number)
+    return again
+
+
+@cute.jit
+def same_as_earlier(
+    entries: Int32, args: Any, first: Int32, back: Int32 | int, ids: Any, earlier: Any, number: Any
+) -> Int32:
+    """Return which of a lane's 8 ids equal the one `back` entries before, if that is of the same token. `earlier` holds
+    the ids `back` - 1 entries before, and then those `back` before; `number`: the k of each entry."""
+    for i in range_constexpr(7, 0, -1):
+        earlier[i] = earlier[i - 1]
+    earlier[0] = Int32(-1)
+    if first >= back and first - back < entries:
+        earlier[0] = ptx.ld_i32(args.topk_idx + Int64(first - back) * 4)
+    same = Int32(0)
+    for i in range_constexpr(8):
+        if ids[i] == earlier[i] and back <= number[i]:
+            same = same | (1 << i)
+    return same
+
+
+@cute.jit
 def own_route_words(ranks: Ranks, args: Any, packet: Int32, lane: Int32, report: cutlass.Constexpr[bool]) -> Words:
     """Return a lane's payload vector of a packet of this rank's route. `args` are those of the dispatch kernel."""
     problem = ranks.heap.problem
@@ -78,11 +122,14 @@ def own_route_words(ranks: Ranks, args: Any, packet: Int32, lane: Int32, report:
         ids[i] = Int32(-1)
         if first + i >= 0 and first + i < entries:
             ids[i] = ptx.ld_i32(args.topk_idx + Int64(first + i) * 4)
+    again = Int32(0)
+    if args.slots < 0:
+        again = named_before(problem, args, first, ids)
     words = cute.make_rmem_tensor((4,), Uint32)
     bad = Int32(-1)
     for i in range_constexpr(8):
         expert = ids[i]
-        if expert < 0 or expert >= problem.num_experts:
+        if expert < 0 or expert >= problem.num_experts or (again >> i) & 1 != 0:
             if expert != -1:
                 bad = Int32(i)
             expert = Int32(NO_EXPERT)

@@ -64,7 +64,7 @@ class PublishArgs(NamedTuple):
     capacity: Int32  # rows of the receive buffer; token-major, along a known route: those cleared behind the last copy
     num_rows: Int32  # that `arrivals` has room for: as many, or all that may come where the capacity knows no bound
     alignment: Int32
-    slots: Int32
+    slots: Int32  # of the padded layout; -1: segments follow each other, and a token's ids must be distinct; else 0
     blocks: Int32
 
 

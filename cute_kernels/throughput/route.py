@@ -143,7 +143,7 @@ def publish_tile(
         # All loads first: they are in flight together.
         asked = [load_asked(p, args, first, end, r) for r in range(STEPS)]
         arch.sync_threads()
-        counted = [count_entry(ranks, counters, asked[r]) for r in range(STEPS)]
+        counted = [count_entry(ranks, counters, asked[r], args.slots < 0) for r in range(STEPS)]
         arch.sync_threads()
         for i in cutlass.range(thread_id(), p.counters, THREADS):
             sum_warps(counters.warps, counters.total, p.counting_warps, p.counters, i)
@@ -180,20 +180,23 @@ def load_asked(
 
 
 @cute.jit
-def count_entry(ranks: Ranks, counters: Counters, asked: Asked) -> Counted:
-    """By a warp: adds the entries of its lanes to its own counters. An expert out of range is reported, and is none."""
+def count_entry(ranks: Ranks, counters: Counters, asked: Asked, distinct: Boolean) -> Counted:
+    """By a warp: adds the entries of its lanes to its own counters. An expert out of range is reported, and is none. So
+    is one that the token names before, if ids must be `distinct`."""
     p = ranks.heap.problem
     lane, below = arch.lane_idx(), arch.lanemask_lt()
     table, mine = counters.warps, thread_id() // 32 * p.counters
     group = lane // p.top_k * p.top_k  # the lane of this token's first entry
     of_token = Int32(-1) if p.top_k == 32 else Int32((1 << p.top_k) - 1) << group
     expert, holder = Int32(asked.expert), Int32(-1)
-    if expert < -1 or expert >= p.num_experts:
+    same_expert = arch.match_sync(0xFFFFFFFF, expert)
+    again = distinct and expert >= 0 and (same_expert & of_token & below) != 0
+    same_expert = same_expert & ~arch.vote_ballot_sync(again)
+    if expert < -1 or expert >= p.num_experts or again:
         refuse(ranks, BAD_EXPERT, asked.asker, expert)
         expert = Int32(-1)
     if expert >= 0:
         holder = holder_of(p, expert)
-    same_expert = arch.match_sync(0xFFFFFFFF, expert)
     same_holder = arch.match_sync(0xFFFFFFFF, holder)
     opens = Int32(holder >= 0 and (same_holder & of_token & below) == 0)
     opening = arch.vote_ballot_sync(opens != 0)

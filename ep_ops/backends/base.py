@@ -22,6 +22,7 @@ class Backend(Protocol):
 
     name: str
     budget: Budget  # multiprocessors that the operators take, read when they run
+    calls: int  # operators that this rank has begun or rejected, without calls that were not checked again
 
     # ------------------------------------------------------------------ operators
 

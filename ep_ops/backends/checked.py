@@ -32,6 +32,8 @@ class CheckedBackend:
     """A backend whose operators are compared. Synchronizes the host in every operator but the start of a split
     operation."""
 
+    calls = 0
+
     def __init__(self, member: Member, backend: Backend) -> None:
         self._backend = backend
         self._reference = ReferenceBackend(member)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+REPEATS = "a token's ids must be distinct unless capacity, slots or exact is given; pad with -1"
+"""What is allowed where a token names an expert twice."""
+
 
 def in_operation(rank: int, operator: str, number: int) -> str:
     """Return which operation of its communicator a rank is in."""

@@ -229,14 +229,17 @@ class Experts(ExpertModule):
             error = ValueError(f"x has shape {tuple(x.shape)}; allowed: [..., T, {comm.hidden_size}] (hidden_size)")
         elif x.dtype != comm.dtype and not inputs.casts(comm, x):
             error = TypeError(f"x has dtype {x.dtype}; allowed: {comm.dtype}")
+        elif x.is_meta != self.w_in.is_meta or not x.is_meta and x.device != comm.device:
+            allowed = "meta, like the experts" if self.w_in.is_meta else f"{comm.device}"
+            error = ValueError(f"x is on {x.device}; allowed: {allowed}")
         if error is not None:
             operator = "dispatch_start" if split else "dispatch_dynamic" if self.dynamic else "dispatch"
             tokens = comm.max_tokens_per_rank if max_tokens is None else max_tokens
             reject(operator, comm.backend, error, flight, tokens)
 
     def _count(self, dropped: Tensor) -> None:
-        if self.capacity is not None and not recomputing():
-            self.dropped += dropped
+        if not recomputing():
+            self.dropped.add_(dropped)  # without assigning the attribute, which compiled checkpointing does not allow
 
 
 def check_size(name: str, size: Any, least: int) -> None:

@@ -35,7 +35,7 @@ def _lists(local_idx: Tensor, num_local_experts: int, alignment: int, length: in
     kernels = kernels_on(local_idx.device)
     if kernels is not None and local_idx.dtype == torch.int32 and 0 < num_local_experts <= MOST_EXPERTS:
         made = _fake_lists(local_idx, num_local_experts, alignment, length)
-        kernels.expert_lists(local_idx.contiguous(), num_local_experts, alignment, made)
+        kernels.expert_lists(kernels.readable(local_idx), num_local_experts, alignment, made)
         return made
     taken = local_idx.numel()
     if taken and local_idx.device.type == "cpu" and (largest := int(local_idx.max())) >= num_local_experts:
@@ -84,7 +84,7 @@ def _route(
     kernels = kernels_on(arrivals.device)
     if kernels is not None and len(set(experts_per_rank)) == 1 and experts_per_rank[0] > 0:
         made = _fake_route(topk_idx, send_rows, arrivals, places, num_places, rank, experts_per_rank)
-        given = [t.contiguous() for t in (topk_idx, send_rows, arrivals, places)]
+        given = [kernels.readable(t) for t in (topk_idx, send_rows, arrivals, places)]
         kernels.places_route(given, made, num_places, len(experts_per_rank), rank, experts_per_rank[0])
         return made
     own = _send_rows(topk_idx, send_rows, places, rank, experts_per_rank)

@@ -156,7 +156,7 @@ def _swiglu(x: Tensor, *along: Any) -> Tensor:
         gate, up = _wide(x, kept).chunk(2, 1)
         return torch.where(live, (torch.nn.functional.silu(gate) * up).to(x.dtype), torch.nan)
     out = _fake_swiglu(x)
-    kernels.swiglu(_kernel(x, hidden), x.contiguous(), out, segments, slots)
+    kernels.swiglu(_kernel(x, hidden), kernels.readable(x), out, segments, slots)
     return out
 
 
@@ -176,7 +176,8 @@ def _backward(grad: Tensor, x: Tensor, *along: Any) -> Tensor:
         both = torch.cat([own * up * share * (1 + gate * (1 - share)), own * (gate * share)], 1)
         return torch.where(live, both.to(x.dtype), torch.nan)
     out = _fake_backward(grad, x)
-    kernels.swiglu(_kernel(x, hidden, True), x.contiguous(), out, segments, slots, grad=grad.contiguous())
+    given, own = kernels.readable(x), kernels.readable(grad)
+    kernels.swiglu(_kernel(x, hidden, True), given, out, segments, slots, grad=own)
     return out
 
 
@@ -205,7 +206,7 @@ def _quantized(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         return codes, ScaleLayout(form, layout, grid, segments).pack(scales, True, torch.nan)
     codes, scales = _fake_quantized(x, *arguments)
     kernel = _kernel(x, hidden, False, format, layout)
-    kernels.swiglu(kernel, x.contiguous(), codes, segments, slots, scales=scales)
+    kernels.swiglu(kernel, kernels.readable(x), codes, segments, slots, scales=scales)
     return codes, scales
 
 

@@ -43,7 +43,8 @@ def _fake(x: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
 def _sum_rows(x: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
     out, kernels = _fake(x, index, weights), kernels_of(x, x.shape[1])
     if kernels is not None:
-        kernels.sum_rows(x.contiguous(), index.contiguous(), None if weights is None else weights.contiguous(), out)
+        given = kernels.readable(x), kernels.readable(index), None if weights is None else kernels.readable(weights)
+        kernels.sum_rows(*given, out)
     elif not x.shape[0]:
         out.zero_()
     elif index.shape[1] == 1 and weights is None:

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._dynamo.guards import TensorGuards  # type: ignore[attr-defined]
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from .. import registry
 from ..backends.base import Backend
-from ..records import wrong_type
-from .rejection import reject
+from ..records import is_ordinary, whole, wrong_type
+from .rejection import is_tracing, reject
 
 
 class Caller(Protocol):
@@ -65,11 +66,11 @@ _ARGUMENTS: dict[str, tuple[frozenset[type], ...]] = {}
 
 _PLAIN: dict[str, set[tuple[type, ...]]] = {}
 """Operator name -> types of arguments that were found to be plain."""
-_POSITIONS: dict[str, tuple[int, int, int]] = {}
-"""Operator name -> where among its tensors are the rows, the one that may be None (0: none may), and ``topk_idx``. Only
-operators whose calls are remembered."""
+_POSITIONS: dict[str, tuple[int, int, int, int]] = {}
+"""Operator name -> where among its tensors are the rows, the one that may be None (0: none may), ``topk_idx`` and
+``arrivals`` (0: there is none). Only operators whose calls are remembered."""
 _MOST_ACCEPTED = 1024  # calls that a communicator remembers
-_ALIGNED = 16  # bytes: rows begin at multiples of it
+_ALIGNED = 16  # bytes: rows begin at multiples of it, and arrivals at multiples of half of it
 
 
 def learn(name: str, run: Callable[..., Any], unchecked: Unchecked | None = None) -> None:
@@ -82,13 +83,14 @@ def learn(name: str, run: Callable[..., Any], unchecked: Unchecked | None = None
     optional = [i for i, kind in enumerate(kinds[:count]) if kind != "Tensor"]
     if unchecked is not None and "topk_idx" in names and len(optional) <= 1 and optional != [0]:
         UNCHECKED[name] = unchecked
-        _POSITIONS[name] = int(names[0] == "ticket"), max(optional, default=0), names.index("topk_idx")
+        arrivals = names.index("arrivals") if "arrivals" in names else 0
+        _POSITIONS[name] = int(names[0] == "ticket"), max(optional, default=0), names.index("topk_idx"), arrivals
 
 
 def call(name: str, *args: Any) -> Any:
     """Return ``torch.ops.ep.<name>(*args)``. All arguments must be given."""
     if _heeded():
-        return _dispatched(name, args, tuple(map(type, args)))
+        return _dispatched(name, args)
     return _run(name, args)[0]
 
 
@@ -97,19 +99,25 @@ def repeat(comm: Caller, name: str, tensors: tuple[Any, ...], others: tuple[Any,
     that the arguments begin with. A call like an earlier one is not checked again."""
     if _heeded():
         args = tensors + others
-        return _dispatched(name, args, tuple(map(type, args)))
+        return _dispatched(name, args)
     key = known = None
     try:
-        rows_at, optional_at, ids_at = _POSITIONS[name]
+        rows_at, optional_at, ids_at, arrivals_at = _POSITIONS[name]
         rows, all_given = tensors[rows_at], tensors[optional_at] is not None
         key = name, others, all_given, rows.shape[0], tensors[ids_at].shape[0]
         known = comm.accepted.get(key)
-    except (TypeError, AttributeError, IndexError):  # invalid, which is detected below
+        if all_given and tensors[optional_at].is_nested:  # guards would end the process (shapes of nested ones raise)
+            known = None
+    except Exception:  # invalid, which is detected below
         pass
     if known is not None:
         check, run = known
         given = tensors if all_given else tensors[:optional_at] + tensors[optional_at + 1 :]
-        if check(*given) and rows.data_ptr() % _ALIGNED == 0:
+        if (
+            check(*given)
+            and rows.data_ptr() % _ALIGNED == 0
+            and (arrivals_at == 0 or tensors[arrivals_at].data_ptr() % (_ALIGNED // 2) == 0)
+        ):
             try:
                 return run(*tensors)
             except BaseException as error:
@@ -125,7 +133,7 @@ def _run(name: str, args: tuple[Any, ...]) -> tuple[Any, bool]:
     """Return the results of a call that only autograd may intercept, and whether the implementation alone has run."""
     types = tuple(map(type, args))
     if not (types in _PLAIN[name] or _plain(name, types)) or _first(args).is_meta or _tracing_state() is not None:
-        return _dispatched(name, args, types), False
+        return _dispatched(name, args), False
     asks = _asks(*args)
     if asks and _is_grad_enabled():
         return DIFFERENTIABLE.get(name, getattr(torch.ops.ep, name))(*args), False
@@ -136,12 +144,24 @@ def _given(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(tensor for tensor in tensors if tensor is not None)
 
 
-def _dispatched(name: str, args: tuple[Any, ...], types: tuple[type, ...]) -> Any:
-    """Call ``torch.ops.ep.<name>(*args)`` through PyTorch's dispatcher."""
-    if not _is_compiling():
-        _reject_misfits(name, args, types)
-    refuse_transforms(f"ep::{name}", args)
-    return getattr(torch.ops.ep, name)(*args)
+def _dispatched(name: str, args: tuple[Any, ...]) -> Any:
+    """Call ``torch.ops.ep.<name>(*args)`` through PyTorch's dispatcher. What prevents it from reaching the operator is
+    rejected on all ranks."""
+    operator = getattr(torch.ops.ep, name)
+    if _is_compiling():
+        refuse_transforms(f"ep::{name}", args)
+        return operator(*args)
+    given = dict(zip((argument.name for argument in operator.default._schema.arguments), args, strict=True))
+    comm = registry.living.get(given.get("comm", ""))
+    calls = comm.backend.calls if comm is not None else 0
+    try:
+        _check_types(operator.default._schema.arguments, args)
+        refuse_transforms(f"ep::{name}", args)
+        return operator(*args)
+    except Exception as error:
+        if comm is not None and comm.backend.calls == calls and not _is_traced(args):
+            reject(name, comm.backend, error, given.get("flight", 0), given.get("max_tokens", 0))
+        raise
 
 
 def _accept(comm: Caller, key: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> None:
@@ -172,20 +192,37 @@ def _first(args: tuple[Any, ...]) -> Tensor:
     return args[0] if args[0] is not None else next(arg for arg in args if arg is not None)
 
 
-def _reject_misfits(name: str, args: tuple[Any, ...], types: tuple[type, ...]) -> None:
-    """Raise TypeError on all ranks for an argument that PyTorch's dispatcher would reject on this rank alone."""
-    if types in _PLAIN[name] or _plain(name, types):
-        return
-    arguments = getattr(torch.ops.ep, name).default._schema.arguments
-    by_name = {argument.name: given for argument, given in zip(arguments, args, strict=True)}
-    for argument in arguments:
-        kind, given = str(argument.type), by_name[argument.name]
+def _check_types(arguments: Any, args: tuple[Any, ...]) -> None:
+    """Raise TypeError for an argument that PyTorch's dispatcher would not accept, and ValueError for a tensor without
+    data among others with data."""
+    for argument, given in zip(arguments, args, strict=True):
+        kind = str(argument.type)
         if not fits(kind, given):
-            error = misfit(argument.name, given, kind)
-            comm = registry.living.get(by_name.get("comm", ""))
-            if comm is None:
-                raise error
-            reject(name, comm.backend, error, by_name.get("flight", 0), by_name.get("max_tokens", 0))
+            raise misfit(argument.name, given, kind)
+    if not is_tracing():
+        check_data({argument.name: given for argument, given in zip(arguments, args, strict=True)})
+
+
+def check_data(args: dict[str, Any]) -> None:
+    """Raise ValueError for tensors without data among tensors with data, for which nothing would be sent."""
+    tensors = {name: given for name, given in args.items() if isinstance(given, Tensor)}
+    blank = [name for name, given in tensors.items() if _is_blank(given)]
+    if 0 < len(blank) < len(tensors):
+        with_data = next(name for name in tensors if name not in blank)
+        raise ValueError(
+            f"{blank[0]} is a tensor without data (on the meta device, or a FakeTensor), and {with_data} has data;"
+            " allowed: all tensors with data, or none"
+        )
+
+
+def _is_traced(args: tuple[Any, ...]) -> bool:
+    """Return whether an operator on these arguments would only compute shapes: no tensor has data."""
+    tensors = [given for given in args if isinstance(given, Tensor)]
+    return is_tracing() or bool(tensors) and all(map(_is_blank, tensors))
+
+
+def _is_blank(tensor: Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def misfit(name: str, given: Any, kind: str) -> TypeError:
@@ -193,22 +230,32 @@ def misfit(name: str, given: Any, kind: str) -> TypeError:
     allowed = _ALLOWED[kind]
     if isinstance(given, DTensor):
         allowed = f"this rank's tensor, {name}.to_local()"
-    elif isinstance(given, Tensor):
+    elif isinstance(given, Tensor) and given.is_nested:
         allowed = f"a tensor without jagged dimensions, such as {name}.values()"
+    elif isinstance(given, Tensor):
+        allowed = f"an ordinary (strided) tensor, such as {name}.to_dense(), not one with layout {given.layout}"
     return wrong_type(name, given, allowed)
 
 
 def fits(kind: str, given: Any) -> bool:
-    """Return whether an argument has the type ``kind`` of a schema. DTensors and jagged tensors do not fit."""
+    """Return whether an argument has the type ``kind`` of a schema. Of tensors, only ordinary ones do."""
     if kind == "Optional[Tensor]":
         return given is None or fits("Tensor", given)
     if kind == "Tensor":
-        return isinstance(given, Tensor) and not isinstance(given, DTensor) and not given.is_nested
+        return is_ordinary(given)
     if kind == "int":
-        return isinstance(given, torch.dtype) or hasattr(given, "__index__")
+        return isinstance(given, torch.dtype) or _is_int(given)
     if kind == "bool":
         return isinstance(given, (bool, torch.SymBool))
     return kind != "str" or isinstance(given, str)
+
+
+def _is_int(given: Any) -> bool:
+    try:
+        whole("", given)
+    except ValueError:
+        return False
+    return True
 
 
 _ALLOWED = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -13,7 +13,7 @@ import meta_kernels
 
 from .. import checks, registry
 from ..backends.base import Backend
-from .eager import Unchecked
+from .eager import Unchecked, check_data
 from .library import CONTIGUOUS, define, differentiate
 from .rejection import reject
 from .table import OPERATORS, Operator
@@ -36,6 +36,10 @@ def _unchecked(op: Operator) -> Unchecked:
     return Unchecked(bound, interrupted)
 
 
+def _reject(name: str, comm: registry.Living, a: Any, error: Exception) -> NoReturn:
+    reject(name, comm.backend, error, getattr(a, "flight", 0), getattr(a, "max_tokens", 0))
+
+
 def _implementation(op: Operator, interrupted: Callable[..., None]) -> Callable[..., Any]:
     """Return a function that finds the communicator, checks the arguments and passes them to the communicator's
     backend. Errors reach all ranks."""
@@ -49,8 +53,9 @@ def _implementation(op: Operator, interrupted: Callable[..., None]) -> Callable[
             if split:
                 checks.flight(a.flight)
             check(comm, a)
-        except (TypeError, ValueError) as error:
-            reject(name, comm.backend, error, getattr(a, "flight", 0), getattr(a, "max_tokens", 0))
+        except Exception as error:
+            _reject(name, comm, a, error)
+        comm.backend.calls += 1
         try:
             return run(comm.backend, a)
         except BaseException as error:
@@ -62,7 +67,8 @@ def _implementation(op: Operator, interrupted: Callable[..., None]) -> Callable[
 
 
 def _fake(op: Operator) -> Callable[..., Any]:
-    """Return the fake kernel, which first registers the operators' order with Inductor."""
+    """Return the fake kernel, which first registers the operators' order with Inductor. It also gets calls with one
+    tensor on the meta device."""
 
     returned = getattr(meta_kernels, op.name)
 
@@ -70,7 +76,12 @@ def _fake(op: Operator) -> Callable[..., Any]:
         from . import ordering
 
         ordering.install()
-        return returned(op.arguments(*args))
+        a = op.arguments(*args)
+        try:
+            check_data(a._asdict())
+        except ValueError as error:
+            _reject(op.name, registry.get(a.comm), a, error)
+        return returned(a)
 
     return fake
 

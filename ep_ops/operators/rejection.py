@@ -19,9 +19,19 @@ def reject(operator: str, backend: Backend, error: Exception, flight: Any = 0, m
         operator: name of the operator that the other ranks run.
         backend: backend of the communicator.
         error: error of this rank; the other ranks raise a ValueError or RuntimeError with its text.
-        flight, max_tokens: arguments of the operator; 0 if it has none.
+        flight, max_tokens: arguments of the operator, valid or not; 0 if it has none.
     """
-    if not _is_compiling():
+    if not _is_compiling() and not is_tracing():
+        backend.calls += 1
+        flight = flight if type(flight) is int else 0
         with contextlib.suppress(RuntimeError):  # ranks that run another operator raise by themselves
             backend.reject(operator, str(error), flight, max_tokens)
     raise error
+
+
+def is_tracing() -> bool:
+    """Return whether a mode for fake tensors is active, in which no operator runs."""
+    return _fake_mode(_FAKE) is not None
+
+
+_fake_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE

@@ -178,7 +178,7 @@ def blocks_of(page: str) -> list[str]:
 def given(comm: ep_ops.Communicator) -> dict[str, Any]:
     """Names that blocks use without defining them, as the text around them explains."""
     tokens, hidden = 8, comm.hidden_size
-    experts = torch.randint(comm.num_experts, (tokens, comm.top_k), generator=torch.Generator().manual_seed(0))
+    experts = torch.rand(tokens, comm.num_experts, generator=torch.Generator().manual_seed(0)).topk(comm.top_k).indices
     x = torch.randn(tokens, hidden, requires_grad=True)
     return {
         "torch": torch, "ep_ops": ep_ops, "comm": comm, "x": x, "experts": experts, "topk_ids": experts, "half": 4,

@@ -206,12 +206,12 @@ def test_what_one_rank_gets_wrong_all_are_told(name: str, grad: bool) -> None:
 
 def test_routes_are_not_what_holds_them() -> None:
     with made() as comm:
-        rows = comm.dispatch(torch.randn(4, 16), torch.zeros(4, 2, dtype=torch.int32))
+        rows = comm.dispatch(torch.randn(4, 16), torch.tensor([[0, 1]] * 4, dtype=torch.int32))
         along = comm.combine, comm.combine_gathered, comm.combine_start, comm.dispatch_planned
         for call in along:
             with pytest.raises(TypeError, match="route is a Dispatched; allowed: a Route"):
                 call(rows.x, rows)
-        copies = comm.dispatch(torch.randn(4, 16), torch.zeros(4, 2, dtype=torch.int32), layout="token_major")
+        copies = comm.dispatch(torch.randn(4, 16), torch.tensor([[0, 1]] * 4, dtype=torch.int32), layout="token_major")
         lists = nn.expert_lists(copies.local_idx, comm.num_local_experts)
         for local in (
             lambda: nn.swiglu_rows(rows.x, rows), lambda: nn.expert_of_rows(rows),
@@ -221,14 +221,14 @@ def test_routes_are_not_what_holds_them() -> None:
             with pytest.raises(TypeError, match="route is a Dispatched; allowed: a Route"):
                 local()
         with pytest.raises(TypeError, match="started is a StartedDispatch; allowed: what combine_start returned"):
-            comm.combine_wait(comm.dispatch_start(torch.randn(4, 16), torch.zeros(4, 2, dtype=torch.int32)))
+            comm.combine_wait(comm.dispatch_start(torch.randn(4, 16), torch.tensor([[0, 1]] * 4, dtype=torch.int32)))
         with pytest.raises(TypeError, match="started is a Dispatched; allowed: what dispatch_start returned"):
             comm.dispatch_wait(rows)
 
 
 def test_records_are_not_the_tensors_that_they_hold() -> None:
     with made() as comm:
-        x, idx = torch.randn(4, 16), torch.zeros(4, 2, dtype=torch.int32)
+        x, idx = torch.randn(4, 16), torch.tensor([[0, 1]] * 4, dtype=torch.int32)
         rows, copies = comm.dispatch(x, idx), comm.dispatch(x, idx, torch.ones(4, 2), layout="token_major")
         w, lists = (
             torch.zeros(comm.num_local_experts, 16, 16),
@@ -277,7 +277,7 @@ def test_records_are_not_the_tensors_that_they_hold() -> None:
 
 def test_what_layers_are_made_of_is_refused_by_name() -> None:
     with made() as comm:
-        rows = comm.dispatch(torch.randn(4, 16), torch.zeros(4, 2, dtype=torch.int32))
+        rows = comm.dispatch(torch.randn(4, 16), torch.tensor([[0, 1]] * 4, dtype=torch.int32))
         held = comm.num_local_experts
         with pytest.raises(ValueError, match=rf"values has shape \(9, 16\); allowed: \[{held} \(local experts\)"):
             of_rows(torch.randn(9, 16), rows.route)
@@ -316,7 +316,7 @@ def test_ids_beyond_int32_are_no_experts() -> None:
         for name in ("large ids", "small ids"):
             call, text = REFUSED[name]
             with pytest.raises(ValueError, match=text):
-                call(comm, torch.randn(4, 16), torch.zeros(4, 2, dtype=torch.int32))
+                call(comm, torch.randn(4, 16), torch.tensor([[0, 1]] * 4, dtype=torch.int32))
                 comm.check_errors()
 
 
@@ -374,7 +374,7 @@ def test_a_device_that_is_not_there() -> None:
 @pytest.mark.parametrize("device", ["cpu:0", torch.device("cpu", 0)])
 def test_a_cpu_has_no_number(device: Any) -> None:
     """Tensors that are made on it have none."""
-    x, idx = torch.ones(4, 16), torch.zeros(4, 2, dtype=torch.int32)
+    x, idx = torch.ones(4, 16), torch.tensor([[0, 1]] * 4, dtype=torch.int32)
     with made(device=device) as comm:
         assert comm.device == x.device
         rows = comm.dispatch(x, idx)

@@ -110,7 +110,7 @@ def without_experts_on_one_rank() -> None:
 
 
 def misuse(comm: ep_ops.Communicator) -> None:
-    experts, ids, weights = Experts(comm, F), torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2)
+    experts, ids, weights = Experts(comm, F), torch.tensor([[0, 1]] * 3, dtype=torch.int32), torch.ones(3, 2)
     x = DTensor.from_local(torch.randn(3, H), comm.expert_mesh(), [Replicate()])
     with pytest.raises(TypeError, match=r"x is a DTensor; allowed: this rank's tensor, x.to_local\(\)"):
         experts(x, ids, weights)
@@ -153,7 +153,7 @@ def exported() -> None:
     """Strict export keeps the parameters as DTensors, and all ranks can run the program."""
     with ep_ops.Communicator(**SIZES, dtype=torch.float32) as comm:
         experts, x = Experts(comm, F), torch.randn(3, H)
-        given = x, torch.randint(5, (3, 2)), torch.rand(3, 2)
+        given = x, torch.rand(3, 5).topk(2).indices, torch.rand(3, 2)
         program = torch.export.export(experts, given, strict=True)
         assert all(isinstance(program.state_dict[name], DTensor) for name in ("w_in", "w_out"))
         with torch.no_grad():

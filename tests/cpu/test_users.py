@@ -93,7 +93,7 @@ def test_autocast_around_a_layer(dtype: torch.dtype, compiled: bool) -> None:
         run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out = run(x.to(dtype))
-            mixed = comm.dispatch(x.half(), torch.zeros(2, 4, 2, dtype=torch.int64))
+            mixed = comm.dispatch(x.half(), torch.tensor([0, 1]).expand(2, 4, 2))
         assert mixed.x.dtype == dtype and out.shape == x.shape
         torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05)
         out.float().sum().backward()

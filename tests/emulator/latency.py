@@ -57,8 +57,8 @@ class Pair:
                 "out": blank(case.topk_idx[rank].shape[0] * hidden, "out"),
             })  # fmt: skip
 
-    def launches(self, kind: str, weighted: bool, parts: tuple[bool, bool]) -> list[Launch]:
-        """Of "dispatch" or "combine"; `parts`: whether it sends, whether it receives."""
+    def launches(self, kind: str, weighted: bool, parts: tuple[bool, bool], **given: int) -> list[Launch]:
+        """Of "dispatch" or "combine"; `parts`: whether it sends, whether it receives. `given`: other arguments."""
         from cute_kernels import marks
         from cute_kernels.latency.combine import LatencyCombine, LatencyCombineArgs
         from cute_kernels.latency.dispatch import LatencyDispatch, LatencyDispatchArgs
@@ -82,7 +82,7 @@ class Pair:
                 "max_tokens": case.max_tokens, "capacity": case.capacity[rank], "num_rows": case.capacity[rank],
                 "alignment": case.alignment, "slots": case.slots[rank],
                 "senders": senders, "first_receiver": first, "blocks": blocks,
-                "scales": 0, "recv_scales": 0, "recv_idx": 0, "zeros": 1, **at, **self.given[rank],
+                "scales": 0, "recv_scales": 0, "recv_idx": 0, "zeros": 1, **at, **self.given[rank], **given,
             }  # fmt: skip
             if kind == "combine":
                 values["recv_weights"] = at["weights"] if weighted else 0

@@ -82,8 +82,8 @@ class Steps:
         """What the last dispatch gave all ranks, or `only` one."""
         self.truth.check_rows(self.ranks, self.of("recv_x"), self.of("recv_weights"), only=only)
 
-    def launch_dispatch(self, launches: list[Launch], rank: int, known: bool) -> None:
-        """A rank's kernels."""
+    def launch_dispatch(self, launches: list[Launch], rank: int, known: bool, **given: int) -> None:
+        """A rank's kernels. `given`: other arguments of the first one."""
         from cute_kernels import marks
         from cute_kernels.throughput.publish import Publish
         from cute_kernels.throughput.pull import Pull
@@ -94,7 +94,7 @@ class Steps:
         blocks = TILES + self.staging * self.staged
         first = len(launches)
         publish = Publish(self.problem, not known, self.staged, True, False)
-        launches.append(self.launch(rank, publish, terms, blocks=blocks, **none))
+        launches.append(self.launch(rank, publish, terms, blocks=blocks, **none, **given))
         pull = Pull(self.problem, True, False, not known, False)
         launches.append(self.launch(rank, pull, terms, first, blocks=2 + self.joining * known))
         if self.joining and not known:

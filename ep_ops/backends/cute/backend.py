@@ -73,6 +73,7 @@ class CuteBackend:
     """
 
     name = "cute"
+    calls = 0
     _late = False
     """Whether the results of the current call are discarded (`_run_late`)."""
 

@@ -18,7 +18,7 @@ from cute_kernels.latency.sizes import WARPS
 from ...formats import OF_TOKENS
 from ...records import TOKEN_MAJOR, Delivery, DispatchTensors, Route, Sizes
 from .launcher import Launcher, Plans
-from .outputs import Outputs
+from .outputs import Outputs, published_slots
 from .row_format import RowFormat, row_format
 
 SMALL_BATCH_TOKENS = 16
@@ -156,7 +156,8 @@ class LatencyPath:
         launch = bind(
             marks.pack("dispatch", max_tokens, weighted, latency=True, format=how.format, token_major=token_major),
             tokens=tokens, max_tokens=max_tokens, capacity=sizes.capacity, alignment=sizes.alignment,
-            slots=sizes.slots, zeros=int(how.zeros), senders=senders, first_receiver=first_receiver, blocks=blocks,
+            slots=published_slots(sizes), zeros=int(how.zeros), senders=senders, first_receiver=first_receiver,
+            blocks=blocks,
         )  # fmt: skip
         make = self._outputs.dispatched(weighted, tokens, sizes, how) if part[1] else lambda: NOTHING
         course = self._course

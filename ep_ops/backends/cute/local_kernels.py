@@ -1,5 +1,5 @@
 """Launches of kernels on rows that need no communicator: a device and its compiled functions. Tensors are contiguous,
-and everything runs on the current stream of their device."""
+begin at multiples of 16 bytes (:func:`readable`), and everything runs on the current stream of their device."""
 
 from __future__ import annotations
 
@@ -28,6 +28,12 @@ def takes(x: Tensor, hidden: int) -> bool:
     """Return whether kernels accept rows of x with `hidden` numbers: of a supported dtype, in whole vectors of 16
     bytes."""
     return x.dtype in DTYPES and hidden * x.element_size() % 16 == 0
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """Return a tensor whose vectors of 16 bytes kernels can read: contiguous, at an aligned address. Copies others."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def swiglu(

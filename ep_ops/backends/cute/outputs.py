@@ -13,7 +13,7 @@ from cute_kernels.heap import Problem
 
 from ... import arrivals
 from ...formats import Grid, format_of, scales_shape
-from ...records import NO_IDS, NO_SCALES, TOKEN_MAJOR, DispatchTensors, Placed, Received, Sizes
+from ...records import DISTINCT, NO_IDS, NO_SCALES, TOKEN_MAJOR, DispatchTensors, Placed, Received, Sizes
 from .row_format import AS_GIVEN, RowFormat
 from .sizing import DTYPES
 
@@ -36,6 +36,11 @@ def allocator(device: torch.device) -> New:
     if _current_device() == device.index and not _deterministic():
         return _empty_strided_cuda
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def published_slots(sizes: Sizes) -> int:
+    """Return what kernels that publish a route get as `slots`: -1 if the ids of a token must be distinct."""
+    return -1 if sizes.layout == DISTINCT else sizes.slots
 
 
 class Outputs:

@@ -152,6 +152,11 @@ class Report:
                 f"scales holds {given!r} at flat index {detail} on rank {rank} ({where}); format {terms.format!r} takes"
                 " powers of two, 0 and Inf: the result is undefined"
             )
+        if 0 <= value < self._num_experts:
+            return (
+                f"topk_idx names an expert again at flat index {detail} on rank {rank} ({where});"
+                f" {failure_text.REPEATS}. These entries were not sent."
+            )
         return (
             f"topk_idx holds {id_of_model(value, self._lost_experts)} at flat index {detail} on rank {rank} ({where});"
             f" allowed: expert ids from -1 (none) to {self._num_experts + self._lost_experts - 1}. These"

@@ -24,7 +24,7 @@ from ...formats import OF_TOKENS
 from ...records import TOKEN_MAJOR, Delivery, DispatchTensors, Placed, Received, Route, Sizes, route_of
 from ..budget import Budget
 from .launcher import Launch, Launcher, Plans
-from .outputs import Outputs
+from .outputs import Outputs, published_slots
 from .row_format import AS_GIVEN, RowFormat, row_format
 from .sm_model import OperationSms, TokenTraffic
 from .streams import Side
@@ -145,7 +145,7 @@ class ThroughputPath:
             blocks += bool(self._problem.domains)  # local ids are relayed
         publish = self._kernel(publisher(token_major, False, False), *variant)(
             terms, tokens=topk_idx.shape[0], max_tokens=sizes.max_tokens, capacity=sizes.capacity, num_rows=num_rows,
-            alignment=sizes.alignment, slots=sizes.slots, blocks=blocks,
+            alignment=sizes.alignment, slots=published_slots(sizes), blocks=blocks,
         )  # fmt: skip
         with self._course:
             publish(
@@ -220,17 +220,18 @@ class ThroughputPath:
         # A grid that may join has one block in any case.
         dealt, joining = (pulling - 1, 1 + beyond) if beyond else (pulling, 0)
         terms = marks.pack("dispatch", max_tokens, weighted, format=how.format, token_major=token_major)
-        sizes_of = dict(max_tokens=max_tokens, alignment=alignment, num_rows=capacity, slots=slots)
+        sizes_of = dict(max_tokens=max_tokens, alignment=alignment, num_rows=capacity)
         pushed = pushes(self._problem, how.format, token_major)
         variant = (True, self._stages(how), weighted, False, how.format, how.given, pushed)
         publish = self._kernel(publisher(token_major, False, weighted), *variant)(
-            terms, tokens=tokens, capacity=capacity, blocks=self.sms.publishing(variant, pulling, pushed), **sizes_of,
+            terms, tokens=tokens, capacity=capacity, slots=published_slots(sizes),
+            blocks=self.sms.publishing(variant, pulling, pushed), **sizes_of,
         )  # fmt: skip
         zeros = int(how.zeros and not token_major)  # there is no padding
         pulls: list[Launch] = [
             self._kernel(Pull, weighted, False, True, joins, how.format, how.layout, pushed)(
                 terms, zeros=zeros, dealt=dealt, expected=traffic.expected(tokens), joining=joining, blocks=blocks,
-                **sizes_of,
+                slots=slots, **sizes_of,
             )
             for joins, blocks in ((False, dealt), (True, joining)) if blocks
         ]  # fmt: skip

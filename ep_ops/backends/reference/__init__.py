@@ -11,7 +11,8 @@ requests for e are numbered 0, 1, ... in the order of (source rank, token, k). W
 * layout "padded" (slots > 0): at ``(local index of e) * slots``, and ends ``slots`` rows later.
 
 Request number p gets row ``begin + p`` if it is within the segment, and is *dropped* otherwise. Each rank's own
-capacity, alignment and slots apply to its rows; all ranks learn them. An id outside of [-1, E) raises an error.
+capacity, alignment and slots apply to its rows; all ranks learn them. An id outside of [-1, E) raises an error. With
+layout "distinct", which is "grouped" otherwise, so does an id that its token names before.
 
 **Route.** Five int32 tensors: ``topk_idx`` [T, K]; ``send_rows`` [T, K], the row at the expert's rank, -1 for none;
 ``arrivals`` [4 R + W + 3]; ``counts`` [El], kept rows of each local expert; ``offs`` [El] = begin + pad(counts). A plan

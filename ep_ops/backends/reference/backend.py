@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...config import Member
 from ...records import (
+    DISTINCT,
     TOKEN_MAJOR,
     UNBOUNDED,
     UNKNOWN_ROW,
@@ -39,6 +40,7 @@ class ReferenceBackend:
     """Runs on any device. Holds no memory but the rows of empty_rows. Every operator synchronizes the host."""
 
     name = "reference"
+    calls = 0
 
     def __init__(self, member: Member) -> None:
         self._waits = Waits(member)
@@ -75,7 +77,7 @@ class ReferenceBackend:
         """Plan a route. ``same``: values that ranks must agree on besides ``max_tokens`` and the layout."""
         tokens = topk_idx.shape[0]
         same = {"max_tokens": sizes.max_tokens, "layout": layout_index(sizes.layout), **same}
-        problem = problem or self.ranks.problem(topk_idx)
+        problem = problem or self.ranks.problem(topk_idx, sizes.layout == DISTINCT)
         rooms = self._meeting.meet(operator, same, (sizes.capacity, sizes.alignment, sizes.slots), problem)
 
         padded_idx = topk_idx.new_full((sizes.max_tokens, topk_idx.shape[1]), -1)

@@ -97,12 +97,11 @@ class Meeting:
                 f"ranks call operators of different communicators at the same time ({called}); all ranks must call"
                 " those of several communicators in one order"
             )
-        operators = gathered[:, 0].tolist()
-        if len(set(operators)) > 1:
+        operators, refusing = gathered[:, 0].tolist(), gathered[:, 1].nonzero().flatten().tolist()
+        if len(set(operators)) > 1 and not refusing:
             self.stage = "settled"
             running = ", ".join(f"rank {rank}: {OPERATORS[index]}" for rank, index in enumerate(operators))
             raise RuntimeError(f"ranks run different operators at the same time ({running})")
-        refusing = gathered[:, 1].nonzero().flatten().tolist()
         if not refusing:
             return gathered[:, 3:], []
         reasons = self._exchange.all_gather_text(problem or "")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...config import Member
 from ...group.survivors import id_of_model
+from .. import failure_text
 
 
 class Ranks:
@@ -39,13 +40,17 @@ class Ranks:
             number += (destination == rank).any(2)
         return number
 
-    def problem(self, topk_idx: Tensor) -> str | None:
-        """Return a text about an invalid id, or None."""
+    def problem(self, topk_idx: Tensor, distinct: bool = False) -> str | None:
+        """Return a text about an invalid id, or None. ``distinct``: the ids of a token must be distinct."""
         invalid = (topk_idx < -1) | (topk_idx >= self.num_experts)
-        if not bool(invalid.any()):
-            return None
-        token, k = invalid.nonzero()[0].tolist()
-        return (
-            f"topk_idx[{token}, {k}] is {id_of_model(int(topk_idx[token, k]), self.lost_experts)} on rank {self.rank};"
-            f" expert ids are 0..{self.num_experts + self.lost_experts - 1}, or -1 for none"
-        )
+        if bool(invalid.any()):
+            token, k = invalid.nonzero()[0].tolist()
+            return (
+                f"topk_idx[{token}, {k}] is {id_of_model(int(topk_idx[token, k]), self.lost_experts)} on rank"
+                f" {self.rank}; expert ids are 0..{self.num_experts + self.lost_experts - 1}, or -1 for none"
+            )
+        again = (topk_idx[:, :, None] == topk_idx[:, None, :]).tril(-1).any(2) & (topk_idx >= 0)
+        if distinct and bool(again.any()):
+            token, k = again.nonzero()[0].tolist()
+            return f"topk_idx[{token}, {k}] names an expert again on rank {self.rank}; {failure_text.REPEATS}"
+        return None
