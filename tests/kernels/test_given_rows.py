@@ -89,3 +89,6 @@ def test_report_names_row_and_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.refused() is None and not made.pending(), "it is told once"
     made._words = [0] * 16 + [1, sync.BAD_EXPERT, 0, 0, 0, 5, mark, 9] + [0] * 24
     assert "topk_idx holds 9 at flat index 5 on rank 0" in str(made.refused())
+    made._words = [0] * 16 + [1, sync.BAD_EXPERT, 0, 0, 0, 5, mark, 3] + [0] * 24
+    text = str(made.refused())
+    assert text.startswith("topk_idx names an expert again at flat index 5 on rank 0") and "pad with -1" in text
