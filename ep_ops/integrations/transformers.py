@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,10 +51,12 @@ from ep_ops import registry
 from ep_ops.communicator import Communicator
 from ep_ops.integrations.spread_checks import check_equal, check_launch, check_optimizers, check_unwrapped
 from ep_ops.nn import expert_of_rows
-from ep_ops.nn.apart import check_averaging, parameters_apart
+from ep_ops.nn.apart import check_averaging, check_shards, parameters_apart
 from ep_ops.nn.expert_module import check_split, check_state, experts_dtensor, local_part
 
 _TOP_K = "num_experts_per_tok", "top_k_experts", "moe_topk"
+_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules of experts whose parameters are known to be shards of this rank."""
 
 
 def register(name: str = "ep_ops", *, max_tokens_per_rank: int, capacity: int | None = None, **options: Any) -> None:
@@ -184,14 +187,17 @@ class _Spread:
         self.capacity, self.experts, self.forward = capacity, experts, forward
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            self._check_averaging()
+        self._check(torch.is_grad_enabled())
         given = hidden_states, top_k_index, top_k_weights
         return _through(self.experts.comm, self.capacity, self.experts, self.forward, *given)
 
     @torch.compiler.assume_constant_result  # runs while torch.compile traces, and adds no guard
-    def _check_averaging(self) -> None:
-        check_averaging(self.experts)
+    def _check(self, gradients: bool) -> None:
+        if self.experts not in _checked:
+            check_shards(self.experts)
+            _checked.add(self.experts)
+        if gradients:
+            check_averaging(self.experts)
 
 
 class EpOps(EPImplementation):

@@ -6,6 +6,7 @@ Modules of experts are :class:`ExpertModule`, or modules with its attributes ``c
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 try:  # FSDP2 has no public way from a module to the modules around it
     from torch.distributed._composable_state import _module_state_mapping as _states
-except ImportError:  # then nothing is checked
+except ImportError:  # then FSDP2 is not checked
     _states = weakref.WeakKeyDictionary()
 
 _checked: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -57,25 +58,47 @@ def parameters_apart(module: Any) -> list[nn.Parameter]:
     return list({id(p): p for name, p in module.named_parameters(remove_duplicate=False) if name in apart}.values())
 
 
-def check_averaging(module: Any) -> None:
-    """Check a module of experts at its first forward pass with gradients, and again once FSDP2 has sharded more
-    modules.
+def check_shards(module: Any) -> None:
+    """Check that the DTensors of a module of experts are shards of this rank.
+
+    They are not in a module that another rank has pickled.
 
     Raises:
-        ValueError: a parameter is the shard of another rank; or FSDP2 averages the gradients of other parameters around
-            the module, but nothing divides those of the experts; or FSDP2 shards ordinary tensors that differ between
-            ranks.
+        ValueError: a parameter is the shard of another rank.
+    """
+    if not dist.is_initialized():
+        return
+    for name, parameter in _own_parameters(module).values():
+        if not isinstance(parameter, DTensor):
+            continue
+        mesh = parameter.device_mesh
+        here = (mesh.mesh == dist.get_rank()).nonzero().tolist()
+        created = list(mesh.get_coordinate() or ())
+        if here and here[0] != created:
+            raise ValueError(
+                f"{name} is the shard of the rank with coordinate {created}, which created it; this rank has coordinate"
+                f" {here[0]}. torch.save stores the experts of one rank; save with torch.distributed.checkpoint"
+            )
+
+
+def check_averaging(module: Any) -> None:
+    """Check how FSDP2 treats a module of experts: at its first forward pass with gradients, and again once FSDP2 has
+    sharded more modules.
+
+    Raises:
+        ValueError: FSDP2 averages the gradients of other parameters around the module, but nothing divides those of
+            the experts, or both the module and FSDP2 do; or FSDP2 shards ordinary tensors that differ between ranks; or
+            a parameter is the shard of another rank.
     """
     if _checked.get(module) == len(_states):
         return
     own = _own_parameters(module)
     if not any(p.requires_grad for _, p in own.values()):
         return
-    for name, parameter in own.values():
-        if isinstance(parameter, DTensor):
-            _check_shard(name, parameter)
+    check_shards(module)
     if module.comm.world_size > 1:
-        _check_sharding(module, own)
+        with contextlib.suppress(AttributeError):  # a version of PyTorch with other internals is not checked
+            _check_sharding(module, own)
     _checked[module] = len(_states)
 
 
@@ -90,46 +113,47 @@ def _own_parameters(module: nn.Module) -> dict[tuple[int, str], tuple[str, Any]]
     return {key: (name, parameter) for key, (name, parameter) in every if name in apart}
 
 
-def _check_shard(name: str, parameter: DTensor) -> None:
-    """Raise ValueError if a parameter was created by another rank, as in a module that another rank has pickled."""
-    mesh = parameter.device_mesh
-    here = (mesh.mesh == dist.get_rank()).nonzero().tolist()
-    created = list(mesh.get_coordinate() or ())
-    if here and here[0] != created:
-        raise ValueError(
-            f"{name} is the shard of the rank with coordinate {created}, which created it; this rank has coordinate"
-            f" {here[0]}. torch.save stores the experts of one rank; save with torch.distributed.checkpoint"
-        )
-
-
 def _check_sharding(module: Any, own: dict[tuple[int, str], tuple[str, Any]]) -> None:
-    """Raise ValueError for gradients of ``own`` that nothing divides although FSDP2 averages other parameters around
-    ``module``, and for ordinary tensors of which FSDP2 would take a piece from every rank."""
-    averaged, divided = 0, module.gradient_divisor is not None
+    """Raise ValueError if FSDP2 averages parameters around ``module``, but the gradients of ``own`` are divided by
+    nobody or twice, and for ordinary tensors of which FSDP2 would take a piece from every rank."""
+    divisor, kind = module.gradient_divisor, type(module).__name__
+    averaged: float = 1  # by how much FSDP2 divides the gradients of other parameters
+    factors = set()  # by how much it divides those of the experts; None: its default
+    replicas = 1
     for group in _groups_around(module):
-        mesh = group.mesh_info.mesh
-        ranks = set(mesh.mesh.flatten().tolist())
+        mesh, factor = group.mesh_info.mesh, group.gradient_divide_factor
         for sharded in group.fsdp_params:
             at = sharded._module_info
-            keys = {(id(at.module), at.param_name)}
-            keys |= {(id(part), last) for part, last in zip(at.shared_modules, at.shared_param_names, strict=True)}
+            tied = zip(at.shared_modules, at.shared_param_names, strict=True)
+            keys = {(id(part), name) for part, name in ((at.module, at.param_name), *tied)}
             mine = [own[key] for key in keys if key in own]
             if not mine:
-                averaged = max(averaged, mesh.size())
+                averaged = max(averaged, factor or mesh.size())
                 continue
-            divided |= group.gradient_divide_factor is not None
-            for name, parameter in mine:
-                if not isinstance(parameter, DTensor) and len(ranks & set(module.comm.members)) > 1:
-                    raise ValueError(
-                        f"FSDP2 shards {name} of {type(module).__name__}, an ordinary tensor of which each rank holds"
-                        " different experts; create it with from_local, or pass it to fully_shard in ignored_params"
-                    )
-    if averaged > 1 and not divided:
+            factors.add(factor)
+            replicas = mesh.size()
+            together = set(mesh.mesh.flatten().tolist()) & set(module.comm.members)
+            plain = [name for name, parameter in mine if not isinstance(parameter, DTensor)]
+            if plain and len(together) > 1:
+                raise ValueError(
+                    f"FSDP2 shards {plain[0]} of {kind}, an ordinary tensor of which each rank holds different experts;"
+                    " create it with from_local, or pass it to fully_shard in ignored_params"
+                )
+    if averaged == 1:
+        return
+    if divisor is None and not factors - {None}:
         raise ValueError(
-            f"FSDP2 averages the gradients of parameters around {type(module).__name__} over {averaged} ranks, but"
-            " those of its experts would remain sums over ranks; call ep_ops.nn.keep_experts_apart(model, ranks=...)"
-            " before training. If FSDP2 shards the experts too, call set_gradient_divide_factor of the module that it"
-            " shards instead"
+            f"FSDP2 averages the gradients of parameters around {kind} over {averaged:g} ranks, but those of its"
+            " experts would remain sums over ranks; call ep_ops.nn.keep_experts_apart(model, ranks=...) before"
+            " training. If FSDP2 shards the experts too, call set_gradient_divide_factor of the module that it shards"
+            " instead"
+        )
+    by_fsdp = next(iter(factors), 1) or replicas
+    if divisor is not None and factors and divisor * by_fsdp > averaged:
+        raise ValueError(
+            f"the gradients of {kind} are divided by {divisor} (gradient_divisor, which keep_experts_apart sets) and by"
+            f" FSDP2, which shards its parameters, by {by_fsdp:g}, but FSDP2 divides those of other parameters by"
+            f" {averaged:g}; set gradient_divisor to None, or set_gradient_divide_factor to 1"
         )
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ep_ops.communicator import Communicator
 from ep_ops.config import default_experts
-from ep_ops.nn.apart import check_averaging, parameters_apart
+from ep_ops.nn.apart import check_averaging, check_shards, parameters_apart
 
 
 class ExpertModule(nn.Module):
@@ -85,6 +85,10 @@ class ExpertModule(nn.Module):
     def _check_averaging(self) -> None:
         check_averaging(self)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        check_shards(self)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         check_state(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -93,7 +97,8 @@ class ExpertModule(nn.Module):
 def local_part(module: Any, weight: Tensor) -> Tensor:
     """Return this rank's shard of a parameter of ``module``; its gradient is divided by ``gradient_divisor``."""
     local = weight.to_local() if isinstance(weight, DTensor) else weight
-    divisor = getattr(module, "gradient_divisor", None) or 1
+    divisor = getattr(module, "gradient_divisor", None)
+    divisor = 1 if divisor is None else divisor
     if (divisor == 1 and local is weight) or not (torch.is_grad_enabled() and local.requires_grad):
         return local
     return _LocalGradient.apply(local, divisor)

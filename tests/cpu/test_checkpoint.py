@@ -111,7 +111,7 @@ def test_model_and_optimizer_on_other_numbers_of_ranks(tmp_path: Path) -> None:
 def of_another_rank(path: str) -> None:
     """Files that rank 0 has written with torch.save: a state dict, and a whole model."""
     with ep_ops.Communicator(**SIZES, device="cpu", name="experts") as comm:
-        model, x = Model(MoELayer(comm, F)), torch.randn(3, H)
+        model = Model(MoELayer(comm, F))
         if comm.rank == 0:
             torch.save(model.state_dict(), f"{path}/state")
             torch.save(model, f"{path}/model")
@@ -125,11 +125,19 @@ def of_another_rank(path: str) -> None:
             else:
                 with pytest.raises(ValueError, match="moe.experts.w_in is the shard of the rank that saved it, with"):
                     other.load_state_dict(state, assign=assign)
-        whole = torch.load(f"{path}/model", weights_only=False)
-        other = whole if comm.rank == 1 else model
-        if comm.rank == 1:  # without load_state_dict, found when the layer is used
+        if comm.rank == 0:
+            whole = torch.load(f"{path}/model", weights_only=False)
+            assert torch.equal(whole.moe.experts.w_in.to_local(), model.moe.experts.w_in.to_local())
+        else:
             with pytest.raises(ValueError, match=r"w_in is the shard of the rank with coordinate \[0\], which created"):
-                other.moe(x)
+                torch.load(f"{path}/model", weights_only=False)
+        other = Model(MoELayer(comm, F))
+        parts = [None, None]
+        dist.all_gather_object(parts, other.moe.experts.w_in)
+        other.moe.experts.w_in = parts[0]  # found when the layer is used
+        if comm.rank == 1:
+            with pytest.raises(ValueError, match=r"w_in is the shard of the rank with coordinate \[0\]"):
+                other.moe.experts.local_weight("w_in")
         replicated = Model(MoELayer(comm, F, seed=1))
         full = {
             name: value.redistribute(placements=[Replicate()]) if isinstance(value, DTensor) else value

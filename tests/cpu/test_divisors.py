@@ -174,10 +174,12 @@ def without_experts() -> None:
             experts = Experts(comm, F)
             experts.gradient_divisor = divisor
             if comm.rank == 1:  # the gradient of a sum has strides of 0
-                (experts.local_weight("w_in").sum() + experts.local_weight("w_out").sum()).backward()
-                for p in experts.parameters():
-                    assert p.grad.to_local().shape == p.to_local().shape and not p.grad.to_local().numel()
-                    assert p.grad.to_local().stride() == p.stride() == p.grad.stride()
+                total = experts.local_weight("w_in").sum() + experts.local_weight("w_out").sum()
+                parameters = list(experts.parameters())
+                for p, grad in zip(parameters, torch.autograd.grad(total, parameters, retain_graph=True), strict=True):
+                    assert grad.to_local().shape == p.to_local().shape and not grad.to_local().numel()
+                    assert grad.to_local().stride() == p.stride() == grad.stride()
+                total.backward()
 
 
 def test_gradients_on_a_rank_without_experts() -> None:
@@ -347,6 +349,28 @@ def guarded() -> None:
         explicit = Model(comm)
         explicit.moe.experts.gradient_divisor = 1  # sums are wanted
         sharded(explicit)(x).sum().backward()
+
+        sums = Model(comm)
+        sharded(sums).set_gradient_divide_factor(1)  # FSDP2 adds up the other gradients as well
+        sums.set_force_sum_reduction_for_comms(True)
+        sums(x).sum().backward()
+
+        for factor, divisor in ((2, 2), (4, 1), (2, 4)):  # divided twice
+            both = keep_experts_apart(Model(comm), divisor)
+            fully_shard(both.moe.experts, mesh=mesh["replica"], shard_placement_fn=lambda p: Shard(1))
+            both.moe.experts.set_gradient_divide_factor(factor)
+            fully_shard(both, mesh=flat)
+            with pytest.raises(
+                ValueError, match=rf"are divided by {divisor} \(.* by {factor}, but FSDP2 divides .* by 2"
+            ):
+                both(x)
+        for factor in (1, None):
+            both = keep_experts_apart(Model(comm), 2)
+            fully_shard(both.moe.experts, mesh=mesh["replica"], shard_placement_fn=lambda p: Shard(1))
+            if factor:
+                both.moe.experts.set_gradient_divide_factor(factor)
+            fully_shard(both, mesh=flat)
+            both(x).sum().backward()
 
         for factor in (None, 2):  # FSDP2 shards the experts, too
             both = Model(comm)

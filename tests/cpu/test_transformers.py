@@ -331,6 +331,31 @@ def refused() -> None:
         comm.destroy()
 
 
+def pickled_by_rank_0(path: str) -> None:
+    from ep_ops.integrations.transformers import spread_experts
+
+    model, ids, rank = made("qwen3_moe", "grouped_mm"), tokens(0), dist.get_rank()
+    spread_experts(model, max_tokens_per_rank=16, timeout=20)
+    expected = loss_of(model, ids)[0]
+    torch.save(model, f"{path}/{rank}")
+    dist.barrier()
+    own, other = (torch.load(f"{path}/{of}", weights_only=False).requires_grad_(False) for of in (rank, 0))
+    torch.testing.assert_close(loss_of(own, ids)[0], expected)
+    if rank:
+        with (
+            torch.inference_mode(),
+            pytest.raises(ValueError, match="gate_up_proj is the shard of the rank with coord"),
+        ):
+            loss_of(other, ids)
+    dist.barrier()
+    for comm in list(ep_ops.registry.living.values()):
+        comm.destroy()
+
+
+def test_models_pickled_by_another_rank(tmp_path: pathlib.Path) -> None:
+    run_ranks(2, pickled_by_rank_0, str(tmp_path))
+
+
 def test_what_is_rejected() -> None:
     run_ranks(2, refused)
 
