@@ -463,7 +463,7 @@ def test_what_is_refused(vllm: None) -> None:
                 prepare_finalize.prepare(x, weights, ids, EXPERTS, None, True, unquantized(), False)
             with pytest.raises(TypeError, match="x has dtype torch.float64"):
                 prepare_finalize.prepare(x.double(), weights, ids, EXPERTS, None, False, unquantized(), False)
-            with pytest.raises(RuntimeError, match="finalize was called without a prepare"):
+            with pytest.raises(RuntimeError, match="finalize was called before prepare, which plans the route"):
                 prepare_finalize.finalize(x, x, weights, ids, False, reduction("Delegate"))
             with pytest.raises(ValueError, match="comms is empty"):
                 type(prepare_finalize)()
