@@ -20,6 +20,7 @@ import dataclasses
 import json
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
@@ -114,8 +115,19 @@ class Group:
                 "LOCAL_WORLD_SIZE": str(stage.ranks),
             }  # fmt: skip
             log = run.folder / f"{self.label}.{rank}.log"
-            command = [sys.executable, "-m", "pytest", "-p", "lockstep", "-p", "no:cacheprovider", "-q", "--no-header"]
-            command += ["--tb=short", *run.args.pytest, *(str(run.args.folder / file) for file in stage.files)]
+            command = [
+                *shlex.split(run.args.under),
+                sys.executable,
+                "-m",
+                "pytest",
+                "-p",
+                "lockstep",
+                "-p",
+                "no:cacheprovider",
+                "-q",
+                "--no-header",
+            ]
+            command += ["--tb=short", *run.args.pytest, *run.targets(stage.files)]
             with open(log, "wb") as file:
                 process = subprocess.Popen(command, env=own, stdout=file, stderr=file, start_new_session=True)
             self.processes.append(process)
@@ -244,7 +256,7 @@ class Run:
 
     def planned(self) -> list[Stage]:
         found = sorted(path.name for path in self.args.folder.glob("test_*.py"))
-        asked = [name if name.endswith(".py") else f"{name}.py" for name in self.args.files]
+        asked = list(dict.fromkeys(file for file, _ in map(split, self.args.files)))
         if missing := [name for name in asked if name not in found]:
             raise SystemExit(f"tests/gpu has no {', '.join(missing)}")
         files = [name for name in (*FIRST, *found) if name in (asked or found) and name in found]
@@ -270,6 +282,11 @@ class Run:
         if OWN_PROCESSES in found and (args.deaths or OWN_PROCESSES in asked or not some and not asked):
             stages.append(Stage("deaths", 0, [OWN_PROCESSES]))
         return stages
+
+    def targets(self, files: Sequence[str]) -> list[str]:
+        """Arguments of pytest: files, or the tests of them that were asked for."""
+        asked = [(file, test) for file, test in map(split, self.args.files) if file in files]
+        return [f"{self.args.folder / file}{test}" for file, test in asked or [(file, "") for file in files]]
 
     def begun(self, stage: Stage) -> set[str]:
         return {test for group in self.groups if group.stage is stage for test in group.begun}
@@ -359,7 +376,7 @@ class Run:
 
     def list_kernels(self, stage: Stage) -> None:
         """Another process lists the kernels of the stage."""
-        if self.arch is None or not stage.ranks:
+        if self.arch is None or not stage.ranks or any("::" in asked for asked in self.args.files):
             return
         command = [sys.executable, str(HERE / "precompile.py"), str(self.folder), str(stage.ranks), *stage.files]
         with open(self.folder / f"listing-{stage.name.replace(' ', '-')}.log", "wb") as log:
@@ -425,6 +442,12 @@ def table(found: dict[str, Any], slowest: int = 12) -> list[str]:
     return lines
 
 
+def split(asked: str) -> tuple[str, str]:
+    """The file, and the rest of the name of a test, of test_sums, test_sums.py or test_sums.py::test_x."""
+    file, colons, test = asked.partition("::")
+    return (file if file.endswith(".py") else f"{file}.py"), colons + test
+
+
 def file_of(test: dict[str, Any]) -> str:
     return test["test"].split("::")[0].split("/")[-1]
 
@@ -455,7 +478,7 @@ def commit() -> str:
 
 def read(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", help="of tests/gpu (default: all)")
+    parser.add_argument("files", nargs="*", help="of tests/gpu, or FILE::TEST (default: all)")
     parser.add_argument("--ranks", default="", help=f"numbers of ranks (default of everything: {RANKS})")
     parser.add_argument("--many", default="", help=f"numbers of ranks for {MANY} alone, taking turns ({PROCESSES})")
     parser.add_argument("--deaths", action="store_true", help=f"{OWN_PROCESSES}, which starts its processes itself")
@@ -466,6 +489,7 @@ def read(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--logs", help="archive of the processes' output, without its ending")
     parser.add_argument("--groups", type=int, default=0, help="groups of ranks at the same time (default: as fit)")
     parser.add_argument("--turns", action="store_true", help="without MPS")
+    parser.add_argument("--under", default="", help="program that runs each rank, such as 'compute-sanitizer'")
     parser.add_argument("--pytest", action="append", default=[], metavar="ARG", help="argument of pytest; repeatable")
     return parser.parse_args(argv)
 

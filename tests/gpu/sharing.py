@@ -15,8 +15,8 @@ AT_ONCE = SHARING == 1 or MPS
 """Whether the kernels of all ranks run at the same time. Under MPS they do, each rank on a part of the multiprocessors.
 Otherwise the processes that share a GPU take turns on it."""
 
-TURNS = 1 if AT_ONCE else SHARING
-"""How many times as long the slowest rank takes."""
+TURNS = (1 if AT_ONCE else SHARING) * int(os.environ.get("EP_OPS_GPU_SLOWER", 1))
+"""How many times as long the slowest rank takes. The variable is for tools that make kernels slower."""
 
 own_gpu = pytest.mark.skipif(not AT_ONCE, reason="needs a GPU for each rank, or MPS: tests what runs at the same time")
 one_rank = pytest.mark.skipif(os.environ.get("WORLD_SIZE", "1") != "1", reason="no ranks take part: runs on 1 rank")
