@@ -2,11 +2,11 @@
 
 import os
 import random
-import secrets
 import shutil
 import tempfile
 from pathlib import Path
 
+import drawing
 import pytest
 
 LONG = (
@@ -27,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if hasattr(config, "workerinput"):
         return
+    drawing.text()  # the same for all processes of the run
     # Threads of OpenMP spin while they wait for more work, and all cores have work.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     folder = Path(tempfile.gettempdir())
@@ -40,6 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["EP_OPS_TEST_KERNELS"] = str(kernels)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def pytest_report_header() -> str:
+    return f"{drawing.NAME}={drawing.text()} repeats the random subset of tests; EP_OPS_ALL_CHECKS=1 runs all"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -56,8 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
     if os.environ.get("EP_OPS_ALL_CHECKS") == "1":
         return
-    # All processes of a run must draw the same.
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", secrets.token_hex(8))
+    run = drawing.text()
     left_out = {item for item in items if not drawn(item, run)}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]

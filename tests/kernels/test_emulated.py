@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-import secrets
 import sys
 import warnings
 from pathlib import Path
 
+import drawing
 import pytest
 from cases import fresh_seed
 from forks import forks
@@ -21,7 +21,7 @@ from emulator.mutations import MUTATIONS, ROOT
 ALWAYS = ("latency", "throughput", "few_rows")
 ONE_OF = ("throughput_dropping", "death_few_dispatch", "wire_nvshmem", "across_small", "across_wide")
 DRAWN = 2
-"""How many of the other checks are run, others each time. EP_OPS_ALL_CHECKS=1: all, which takes an hour."""
+"""How many of the other checks are run, others for each commit. EP_OPS_ALL_CHECKS=1: all, which takes an hour."""
 SLOW = ("across_", "death_", "domains_", "formats_", "pushes", "rounds", "tokens", "latency_across", "throughput_")
 """How the names of those begin that may take minutes: they are never drawn."""
 
@@ -30,8 +30,7 @@ def some() -> list[str]:
     others = [name for name in CHECKS if name not in ALWAYS + ONE_OF]
     if os.environ.get("EP_OPS_ALL_CHECKS") == "1":
         return [*ALWAYS, *ONE_OF, *others]
-    # All workers of a run must draw the same.
-    draw = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID", secrets.token_hex(8)))
+    draw = random.Random(drawing.text())
     return [*ALWAYS, draw.choice(ONE_OF), *draw.sample([name for name in others if not name.startswith(SLOW)], DRAWN)]
 
 

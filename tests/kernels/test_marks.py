@@ -187,8 +187,7 @@ def test_watch(caplog):
     watch.watch(backend)
     backend.late.append("rank 5 is late")
     backend.failed.append("rank 5 is gone")
-    end = time.monotonic() + 10
-    while "a callback may raise" not in caplog.text and time.monotonic() < end:
+    while "a callback may raise" not in caplog.text:  # until the test's own time limit
         time.sleep(0.01)
     watch.unwatch(backend)
     assert backend.told == ["rank 5 is gone"]
