@@ -22,13 +22,14 @@ NEEDS := $(READY)
 NEEDS_OF_DOCS := $(VENV)/.ready-docs
 endif
 
-.PHONY: help demo test gpu-test bench lint format typecheck docs clean
+.PHONY: help demo test gpu-test sanitize bench lint format typecheck docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       train a small MoE on all GPUs, or on two CPU processes, and check it against a dense model"
 	@echo "make test       the tests that need no GPU (and what a GPU adds, where there is one)"
 	@echo "make gpu-test   tests/gpu on 1, 2 and 4 ranks and some on up to 72, which may share GPUs, and both demos; RANKS=2: on 2 alone"
+	@echo "make sanitize   small GPU tests under memcheck, racecheck, initcheck and synccheck"
 	@echo "make bench      throughput and latency of dispatch and combine on all visible GPUs"
 	@echo "make lint       ruff and codespell;  make format: let ruff rewrite;  make typecheck: mypy"
 	@echo "make docs       the documentation as a site, in build/site; a broken link is an error"
@@ -73,6 +74,10 @@ ifndef RANKS
 	$(PYTHON) -m ep_ops demo
 	$(PYTHON) -m ep_ops demo --decode
 endif
+
+# Small GPU tests of every family of kernels on 1 and 2 ranks under compute-sanitizer's tools. ARGS: of sanitize.py.
+sanitize: $(NEEDS)
+	$(PYTHON) tests/gpu/sanitize.py $(ARGS)
 
 bench: $(NEEDS)
 	$(PYTHON) -m ep_ops bench throughput $(ARGS)

@@ -68,6 +68,10 @@ def begin_walk(ranks: Ranks, smem_sources: Any, arrivals: Int64, num_rows: Int32
     """By every warp of a block, each for itself and all with the same values: `smem_sources` holds W + 1 ints that a
     barrier behind this hands to nobody else.
 
+    Nothing orders the stores of one warp with the loads and stores of the others, which racecheck reports. A warp
+    loads a word after it has stored the word itself (warp barrier below), all stores to a word are of one value, and a
+    word is loaded and stored whole. So every load returns that value, whichever warp's store it observes.
+
     Items are (number within a source, source), so that all links are busy all the time: of each source as many as the
     one with the most has.
     """

@@ -19,6 +19,11 @@ class Outbox(Carried):
     Lane w of the setting warp serves worker w (at most 32). A worker's stores come before its post (release, block
     scope); the setting warp acquires the posts, then fences at system scope, then sets the flags: whoever sees a flag
     sees the stores of the worker's warp.
+
+    The code of a flag is stored before the release of `posted` and loaded after its acquire, and its place in `queue`
+    is stored to again after the acquire of `taken`, which is released after the load. So all accesses to `queue` are
+    ordered by release and acquire at block scope, and those to `posted` and `taken` are strong. racecheck considers
+    barriers only: it reports accesses to all three.
     """
 
     DEPTH = 8

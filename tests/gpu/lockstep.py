@@ -175,13 +175,13 @@ class Lockstep:
     def items(self, session: pytest.Session) -> Iterator[pytest.Item]:
         """Tests of the parts that this group claims, but those that an earlier process of the group has begun."""
         parts = parts_of(session.items)
-        begun = set(json.loads((FOLDER / f"begun-{STAGE}.json").read_text()))
         mine = [int(number) for number in os.environ["EP_OPS_GPU_PARTS"].split()]
         while True:
             number = mine.pop(0) if mine else int(self.agreed(lambda: str(claimed(len(parts)))))
             if number < 0:
                 return
             self.say(part=number)
+            begun = set(json.loads((FOLDER / f"begun-{STAGE}.json").read_text()))
             yield from (item for item in parts[number] if item.nodeid not in begun)
 
     def pytest_sessionfinish(self) -> None:

@@ -46,6 +46,8 @@ FIRST = ("test_domains.py", "test_live_rows.py", "test_latency.py", "test_token_
 """The longest files begin first."""
 MOST_UNDER_MPS = 4
 """Processes of a GPU under MPS: each needs 21 multiprocessors of 132."""
+QUEUES = 64
+"""Hardware queues of all processes of a GPU, where streams of a process are to run at the same time."""
 PATIENCE = 150.0
 """Seconds without news from any rank of a group after which it hangs."""
 STARTING = 180.0
@@ -66,6 +68,8 @@ class Stage:
     groups: int = 1
     percentage: int = 0
     """Share of a GPU's multiprocessors for each process under MPS; 0: without MPS."""
+    queues: int = 0
+    """Hardware queues of each process under MPS; 0: the default."""
     begun: float = 0.0
     seconds: float = 0.0
     tests: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
@@ -101,7 +105,7 @@ class Group:
         self.read = [0] * max(1, stage.ranks)
         self.news = time.time()
         run.begun_file(stage).write_text(json.dumps(sorted(run.begun(stage))))
-        env = os.environ | run.env | (run.mps.env(stage.percentage) if stage.percentage else {})
+        env = os.environ | run.env | (run.mps.env(stage.percentage, stage.queues) if stage.percentage else {})
         env |= {
             "EP_OPS_GPU_GROUP": self.label, "EP_OPS_GPU_STAGE": stage.name.replace(" ", "-"),
             "EP_OPS_GPU_END": str(run.end - GRACE), "EP_OPS_GPU_PARTS": " ".join(map(str, self.parts)),
@@ -209,6 +213,9 @@ class Group:
         if not tests and self.starts > 2:
             self.run.say(f"{self.stage.name}: given up\n{tail}")
             self.ended = True
+            self.run.begun_file(self.stage).write_text(json.dumps(sorted(self.run.begun(self.stage))))
+            for part in self.parts:  # other groups run the rest of them
+                self.run.claim_of(self.stage, part).unlink(missing_ok=True)
         else:
             self.start()
 
@@ -275,7 +282,7 @@ class Run:
                 stages.append(Stage(f"{ranks}", ranks, rest, groups, 100 // (each * groups) if together else 0))
             if alone:
                 share = 100 // each if together and each > 1 else 0
-                stages.append(Stage(f"{ranks} alone", ranks, alone, 1, share))
+                stages.append(Stage(f"{ranks} alone", ranks, alone, 1, share, QUEUES // each if share else 0))
         if MANY in (asked or found):
             many = args.many if some else PROCESSES
             stages += [Stage(f"{ranks} many", ranks, [MANY]) for ranks in map(int, many.split())]
@@ -290,6 +297,9 @@ class Run:
 
     def begun(self, stage: Stage) -> set[str]:
         return {test for group in self.groups if group.stage is stage for test in group.begun}
+
+    def claim_of(self, stage: Stage, part: int) -> Path:
+        return self.folder / f"claimed-{stage.name.replace(' ', '-')}-{part}"
 
     def begun_file(self, stage: Stage) -> Path:
         return self.folder / f"begun-{stage.name.replace(' ', '-')}.json"

@@ -1,0 +1,127 @@
+"""Runs small tests of every family of kernels under compute-sanitizer: `make sanitize`.
+
+    python tests/gpu/sanitize.py                                    # all tools, 1 and 2 ranks
+    python tests/gpu/sanitize.py --tools racecheck --ranks 1
+
+A plain run comes first, which compiles the kernels. Ranks take turns on one GPU. Fresh tensors are filled
+(conftest.py), so initcheck reports memory that no kernel has written. Reports that are not in `EXPECTED` fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+HERE = Path(__file__).parent
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+SLOWER = 10
+"""How many times as long kernels are assumed to take under a tool."""
+
+EITHER = (
+    "test_throughput.py::test_every_operator[random-dtype0]",
+    "test_latency.py::test_every_route[random-dtype0]",
+    "test_gather.py::test_same_bits_as_combine[random-dtype0]",
+    "test_token_major.py::test_captured[throughput]",
+    "test_token_major.py::test_captured[latency]",
+    "test_formats.py::test_every_format[dtype2-e4m3/128/pow2-packed-throughput]",
+    "test_formats.py::test_every_format[dtype2-e4m3/128/pow2-packed-latency]",
+    "test_formats.py::test_every_format[dtype7-e4m3/32/mx-swizzled/torch-throughput]",
+    "test_combine_format.py::test_every_combine[dtype1-128-wire:e4m3/128/pow2-throughput]",
+    "test_combine_format.py::test_every_combine[dtype1-128-wire:e4m3/128/pow2-latency]",
+)
+TESTS = {
+    1: (
+        *EITHER,
+        "test_many.py::test_ranks[1-even]",
+        "test_live_rows.py::test_values_and_gradients[dtype0-264-flat]",
+        "test_live_rows.py::test_quantized[dtype2-e4m3/128/pow2-packed-0]",
+        "test_sums.py::test_captured",
+        "test_lists.py::test_lists[6-40-16]",
+    ),
+    2: (
+        *EITHER,
+        "test_many.py::test_ranks[2-even]",
+        "test_domains.py::test_every_operator[1-nvlink-throughput-random]",
+        "test_domains.py::test_every_operator[1-nvlink-latency-random]",
+        "test_domains.py::test_every_operator[1-nvlink-bundled-random]",
+    ),
+}
+"""Small tests by the number of ranks."""
+
+EXPECTED = {
+    "ep_pull": {"Write, Read": 2},
+    "ep_pull_scaled": {"Write, Read": 1},
+    "ep_combine": {"Read, Write": 3, "Write, Read": 3},
+}
+"""Hazards in shared memory that racecheck reports although accesses are ordered, or store equal values: for each kernel
+and pair of accesses the number of instructions that begin such a pair. They are begin_walk (cute_kernels/arrivals.py),
+in all three, and the outbox (cute_kernels/throughput/outbox.py) in ep_combine, which say why. Compiled kernels whose
+names agree in what the DSL keeps of them count together."""
+
+RACE = re.compile(
+    r"Race reported between (?P<one>\w+) access at (?P<kernel>\S+?)\+(?P<at>0x[0-9a-f]+)\n"
+    r"=+\s+and (?P<other>\w+) access"
+)
+HEAD = re.compile(r"^========= (?! |COMPUTE-SANITIZER|[A-Z]+ SUMMARY|Error: Race)(.+)$", re.M)
+"""First line of a report that is none of a race."""
+SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
+
+
+def unexpected(log: str) -> Iterator[str]:
+    """Lines for what a tool reports and `EXPECTED` does not have."""
+    starts: dict[tuple[str, str, str], set[str]] = collections.defaultdict(set)
+    for race in RACE.finditer(log):
+        name = race["kernel"].partition("_kernel")[0]
+        starts[name, f"{race['one']}, {race['other']}", race["kernel"]].add(race["at"])
+    for (name, accesses, kernel), at in starts.items():
+        if len(at) > EXPECTED.get(name, {}).get(accesses, 0):
+            yield f"race of {accesses} in {kernel} at {', '.join(sorted(at))}"
+    yield from dict.fromkeys(HEAD.findall(log))
+    if not SUMMARY.search(log):
+        yield "the tool has not ended"
+
+
+def command(tool: str, ranks: int, folder: Path) -> list[str]:
+    """Of the runner; `tool` is "" for the plain run."""
+    made = [sys.executable, str(HERE / "run.py"), "--turns", "--ranks", str(ranks), *TESTS[ranks]]
+    if tool:
+        more = " --racecheck-report analysis" if tool == "racecheck" else ""
+        log = folder / f"{tool}-{ranks}-%p.txt"
+        made += ["--patience", "900", "--under",
+                 f"compute-sanitizer --tool {tool}{more} --report-api-errors no --kernel-name kns=ep_"
+                 f" --print-limit 1000 --log-file {log}"]  # fmt: skip
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
+    parser.add_argument("--ranks", nargs="+", type=int, choices=TESTS, default=sorted(TESTS))
+    args = parser.parse_args(argv)
+    folder = Path(tempfile.mkdtemp(prefix="ep_ops_sanitize_"))
+    env = os.environ | {"EP_OPS_GPU_SLOWER": str(SLOWER)}
+    bad = 0
+    for ranks in args.ranks:
+        for tool in ("", *args.tools):
+            ended = subprocess.run(command(tool, ranks, folder), env=env, capture_output=True, text=True)
+            found = [f"the tests fail:\n{ended.stdout[-3000:]}{ended.stderr[-1000:]}"] if ended.returncode else []
+            logs = sorted(folder.glob(f"{tool}-{ranks}-*.txt")) if tool else []
+            if tool and not logs:
+                found.append("the tool has written nothing")
+            found += dict.fromkeys(line for log in logs for line in unexpected(log.read_text(errors="replace")))
+            bad += bool(found)
+            print(f"{tool or 'plain run'}, {ranks} ranks: {'FAILED' if found else 'nothing unexpected'}", flush=True)
+            print(*(f"  {line}" for line in found), sep="\n", end="\n" if found else "", flush=True)
+    print(f"logs: {folder}")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
