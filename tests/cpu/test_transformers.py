@@ -457,6 +457,7 @@ def test_divided_gradients(kind: str) -> None:
 
 def trained_by_trainer(folder: str) -> None:
     """One step of transformers' Trainer, which moves the model and wraps it, against one process."""
+    from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainingArguments
 
@@ -496,6 +497,16 @@ def trained_by_trainer(folder: str) -> None:
                 torch.testing.assert_close(got, p.grad, rtol=1e-3, atol=1e-6, msg=lambda t, n=name: f"{n}: {t}")
                 compared += "experts" in name
         assert compared == 4
+
+        accelerator = Accelerator(cpu=True)
+        model, dense = made("mixtral", "grouped_mm"), made("mixtral", "grouped_mm")
+        spread_experts(model, max_tokens_per_rank=16)
+        wrapped = accelerator.prepare(keep_experts_apart(model, ranks))
+        accelerator.backward(loss_of(wrapped, tokens(rank))[1])
+        torch.stack([loss_of(dense, tokens(r))[1] for r in range(ranks)]).mean().backward()
+        for name in ("gate_up_proj", "down_proj"):
+            got, expected = (getattr(whole.model.layers[1].mlp.experts, name).grad for whole in (model, dense))
+            torch.testing.assert_close(got.full_tensor(), expected, rtol=1e-3, atol=1e-6)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

@@ -89,6 +89,11 @@ def test_report_names_row_and_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.refused() is None and not made.pending(), "it is told once"
     made._words = [0] * 16 + [1, sync.BAD_EXPERT, 0, 0, 0, 5, mark, 9] + [0] * 24
     assert "topk_idx holds 9 at flat index 5 on rank 0" in str(made.refused())
+    made._lost_experts = 2  # the text has the model's ids
+    for value, named in ((8, 10), (-2, -2)):
+        made._words = [0] * 16 + [1, sync.BAD_EXPERT, 0, 0, 0, 5, mark, value] + [0] * 24
+        text = str(made.refused())
+        assert f"topk_idx holds {named} at flat index 5" in text and "expert ids from -1 (none) to 9." in text
     made._words = [0] * 16 + [1, sync.BAD_EXPERT, 0, 0, 0, 5, mark, 3] + [0] * 24
     text = str(made.refused())
     assert text.startswith("topk_idx names an expert again at flat index 5 on rank 0") and "pad with -1" in text
