@@ -8,6 +8,7 @@ rank appends one JSON line before and one after each test, so that a test that e
 from __future__ import annotations
 
 import contextlib
+import datetime
 import faulthandler
 import functools
 import json
@@ -124,7 +125,8 @@ class Lockstep:
     def __init__(self) -> None:
         if RANKS > 1:
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            self.store = dist.PrefixStore("lockstep", dist.TCPStore(host, port, is_master=False))
+            wait = datetime.timedelta(days=1)  # for the stage before; run.py notices ranks that hang
+            self.store = dist.PrefixStore("lockstep", dist.TCPStore(host, port, is_master=False, timeout=wait))
         self.turn = 0
         self.spent = Spent()
         self.lines = open(FOLDER / f"{GROUP}-{RANK}.jsonl", "a", buffering=1)
