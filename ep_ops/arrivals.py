@@ -144,6 +144,32 @@ def _pick(out: Tensor, chosen: Tensor, before: Tensor, rows: Tensor) -> None:
     out.index_copy_(0, place, rows)
 
 
+def without(arrivals: Tensor, world_size: int, left_out: Tensor) -> Tensor:
+    """Return the lists without some rows, as a new tensor. The other rows keep their places.
+
+    Args:
+        left_out: bool [R], the rows to leave out.
+    """
+    num_rows = rows_of(arrivals.numel(), world_size)
+    copies, owned, sources = views(arrivals, num_rows)
+    out = torch.empty_like(arrivals)
+    new_copies, new_owned, new_sources = views(out, num_rows)
+    last = sources[-1:].long()
+    row = torch.where(_is_owned(copies, sources), owned[:, 0], 0).long()
+    kept = _is_owned(copies, sources) & ~left_out[row] if num_rows else left_out
+    before = torch.nn.functional.pad(kept.cumsum(0), (1, 0))  # [R + 1], of each entry of `owned`, and all
+    _pick(new_owned, kept, before, owned)
+    begins = before[copies[:, 0].long().clamp(0, num_rows)]
+    is_copy = torch.arange(num_rows, device=arrivals.device) < last
+    having = is_copy & (begins[:-1] < begins[1:])  # copies with a row left; the pair after the last is their end
+    of_copies = torch.nn.functional.pad(having.cumsum(0), (1, 0))
+    pairs = torch.stack([begins.int(), copies[:, 1]], 1)
+    _pick(new_copies[:num_rows], having, of_copies, pairs[:num_rows])
+    new_copies.index_copy_(0, of_copies[-1:], torch.stack([before[-1:], before[-1:]], 1).int())
+    new_sources.copy_(of_copies[sources.long().clamp(0, num_rows)])
+    return out
+
+
 def table(arrivals: Tensor, world_size: int, max_tokens: int, top_k: int) -> Tensor:
     """Return the row here of (source rank, token, k), int32 [W, max_tokens, K], else -1. Synchronizes the host."""
     owned = known(arrivals, world_size)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ep_ops import arrivals
 from ep_ops.integrations.deep_ep.communicators import Communicators, refuse_experts
 from ep_ops.integrations.deep_ep.utils import EventOverlap, after
 from ep_ops.records import Route
@@ -24,6 +25,12 @@ class LowLatencyHandle(tuple[Any, ...]):
     """
 
     route: Route
+    topk_idx: Tensor  # of the dispatch
+    version: int  # of topk_idx
+
+
+_MASKED = -0.0
+"""Weight of an entry that a combine leaves out. Routing weights are positive, or 0.0."""
 
 
 class LowLatency:
@@ -94,7 +101,7 @@ class LowLatency:
         ranges = (count.cumsum(1) - count) << 32 | count
         src_info = torch.where(asker >= 0, asked_by % max(tokens, 1), -1).int()
         handle = LowLatencyHandle((src_info, ranges, tokens, x.shape[1], num_experts))
-        handle.route = sent.route
+        handle.route, handle.topk_idx, handle.version = sent.route, topk_idx, _version(topk_idx)
         packed = sent.x.view(-1, slots, x.shape[1])
         rows = packed if sent.scales is None else (packed, sent.scales)
         return rows, counts, handle, after(async_finish), _nothing
@@ -107,7 +114,8 @@ class LowLatency:
         packed_recv_count: Tensor | None = None, comp_signal: Tensor | None = None, block_m: int = 0,
         threshold: int = 0, num_sms: int = 0, src_signals: Tensor | None = None, src_signal_expect_value: int = 0,
     ) -> tuple[Tensor, EventOverlap, Hook]:  # fmt: skip
-        """Return rows ``x`` [El, W C, H] to their owners and sum them, times ``topk_weights`` [T, K].
+        """Return rows ``x`` [El, W C, H] to their owners and sum them, times ``topk_weights`` [T, K]. Entries whose id in
+        ``topk_idx`` is negative are left out. (Pass the ids of the dispatch, the same tensor, if there are none.)
 
         Arguments after ``overlap`` are SGLang's for its single-batch overlap and have no effect: the combine begins
         after the work on the current stream.
@@ -137,9 +145,18 @@ class LowLatency:
             x = self._combine_rows
         route, hidden, num_experts = handle.route, *handle[3:]
         # DeepEP passes weights to combine only, so they are dispatched to their rows here, with the smallest x.
+        masked = None if topk_idx is handle.topk_idx and _version(topk_idx) == handle.version else topk_idx < 0
         blank = x.new_zeros(topk_weights.shape[0], 4, dtype=torch.float32)
         comm = self.communicators.along(blank, num_experts, route)
-        row_weights = comm.dispatch_planned(blank, route, topk_weights.float().contiguous()).weights
+        weights = topk_weights.float().contiguous()
+        if masked is not None:
+            weights = torch.where(masked, _MASKED, weights)
+        row_weights = comm.dispatch_planned(blank, route, weights).weights
+        if masked is not None:
+            assert row_weights is not None
+            left_out = (row_weights == 0) & row_weights.signbit()
+            lists = arrivals.without(route.arrivals, self.group_size, left_out)
+            route = route._replace(send_rows=torch.where(masked, -1, route.send_rows), arrivals=lists)
         rows = x.reshape(-1, hidden)
         combined = self.communicators.along(rows, num_experts, route).combine(rows, route, row_weights)
         return combined if out is None else out.copy_(combined), after(async_finish), _nothing
@@ -156,6 +173,11 @@ class LowLatency:
         raise NotImplementedError("ranks cannot be masked; Communicator.shrink continues without them")
 
     low_latency_query_mask_buffer = low_latency_clean_mask_buffer = low_latency_update_mask_buffer
+
+
+def _version(tensor: Tensor) -> int:
+    """Return a number that changes when a tensor is written to; 0 for inference tensors, which have none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _nothing() -> None:
