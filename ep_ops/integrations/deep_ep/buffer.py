@@ -8,11 +8,20 @@ import torch
 from torch import Tensor
 
 from ep_ops.formats import round_up
-from ep_ops.integrations.deep_ep.communicators import Bias, Communicators, Rows, format_of, refuse_experts, with_scales
+from ep_ops.integrations.deep_ep.communicators import (
+    Bias,
+    Communicators,
+    Rows,
+    bound_of,
+    check_tokens,
+    format_of,
+    refuse_experts,
+    with_scales,
+)
 from ep_ops.integrations.deep_ep.config import Config
 from ep_ops.integrations.deep_ep.low_latency import LowLatency
 from ep_ops.integrations.deep_ep.utils import EventHandle, EventOverlap, after, wait_for
-from ep_ops.records import Route
+from ep_ops.records import Route, check_types
 
 Layout = tuple[Tensor, None, Tensor, Tensor, EventOverlap]
 Dispatched = tuple[Rows, Tensor | None, Tensor | None, list[int] | None, "Handle | None", EventOverlap]
@@ -150,38 +159,43 @@ class Buffer(LowLatency):
         """
         wait_for(previous_event)
         rows, scales = x if isinstance(x, tuple) else (x, None)
-        asked = format_of(rows, scales)
+        own = self.communicators
         if handle is not None:
-            if topk_idx is not None or topk_weights is not None:
-                raise ValueError("topk_idx or topk_weights are given with handle, which has them; allowed: None")
+            with own.informing("dispatch", "dispatch_planned", bound_of(handle)):
+                if topk_idx is not None or topk_weights is not None:
+                    raise ValueError("topk_idx or topk_weights are given with handle, which has them; allowed: None")
+                check_types(Handle, handle=handle)
+                check_types(Tensor, x=rows)
+                asked = format_of(rows, scales)
             route = handle.route
-            again = self.communicators.along(rows, handle.num_experts, route).dispatch_planned(rows, route, **asked)
+            again = own.along(rows, handle.num_experts, route, "dispatch").dispatch_planned(rows, route, **asked)
             return with_scales(again.x, again.scales, scales), None, None, None, None, after(async_finish)
 
-        if num_tokens_per_expert is None or num_tokens_per_rank is None or is_token_in_rank is None:
-            raise ValueError(
-                "num_tokens_per_rank, num_tokens_per_expert or is_token_in_rank is None; call get_dispatch_layout"
-            )
-        num_experts = num_tokens_per_expert.shape[0]
-        refuse_experts(num_experts, self.group_size)
-        ids = topk_idx
-        if ids is None:  # any expert of a rank stands for the rank
-            first = torch.arange(self.group_size, device=rows.device) * (num_experts // self.group_size)
-            ids = torch.where(is_token_in_rank, first, -1)
-        if num_worst_tokens:
-            room: dict[str, Any] = {"capacity": num_worst_tokens}
-            bound = num_worst_tokens // self.group_size
-        else:
-            room = {"exact": True}
-            bound = self.max_tokens_per_rank or self.communicators.agreed(rows.shape[0], rows.device)
-        comm = self.communicators.of(rows, num_experts, ids.shape[1], bound)
+        bound = num_worst_tokens // self.group_size if num_worst_tokens else self.max_tokens_per_rank
+        room: dict[str, Any] = {"capacity": num_worst_tokens} if num_worst_tokens else {"exact": True}
+        with own.informing("dispatch", "dispatch" if num_worst_tokens else "dispatch_dynamic", bound, bound is None):
+            if num_tokens_per_expert is None or num_tokens_per_rank is None or is_token_in_rank is None:
+                raise ValueError(
+                    "num_tokens_per_rank, num_tokens_per_expert or is_token_in_rank is None; call get_dispatch_layout"
+                )
+            num_experts = num_tokens_per_expert.shape[0]
+            own.refuse_experts("dispatch", num_experts)
+            ids = topk_idx
+            if ids is None:  # any expert of a rank stands for the rank
+                first = torch.arange(self.group_size, device=rows.device) * (num_experts // self.group_size)
+                ids = torch.where(is_token_in_rank, first, -1)
+            check_tokens(rows, ids)
+            asked = format_of(rows, scales)
+        if bound is None:
+            bound = own.agreed(rows.shape[0], rows.device)
+        comm = own.of(rows, num_experts, ids.shape[1], bound, "dispatch")
         sent = comm.dispatch(rows, ids, topk_weights, layout="token_major", max_tokens=bound, **room, **asked)
         counts: list[int] = []
         if not num_worst_tokens:
             named = sent.route.counts
             if topk_idx is None:
-                own = num_experts // self.group_size
-                named = self.communicators.total(num_tokens_per_expert)[self.rank * own : (self.rank + 1) * own]
+                held = num_experts // self.group_size
+                named = own.total(num_tokens_per_expert)[self.rank * held : (self.rank + 1) * held]
             counts = round_up(named, expert_alignment).tolist()
         prefix = sent.route.sources.new_full((self.group_size, self.group_size), -1)
         prefix[:, self.rank] = sent.route.sources[1:]
@@ -208,8 +222,11 @@ class Buffer(LowLatency):
             Sums [T, H]; sums of weights, float32 [T, K], or None; an event.
         """
         wait_for(previous_event)
+        with self.communicators.informing("combine", "combine", bound_of(handle)):
+            check_types(Handle, handle=handle)
+            check_types(Tensor, x=x)
         route, experts = handle.route, handle.num_experts
-        out = self.communicators.combined(x, route, experts, bias)
+        out = self.communicators.combined(x, route, experts, bias, method="combine")
         weights = None if topk_weights is None else self.communicators.summed(topk_weights, route, experts)
         return out, weights, after(async_finish)
 

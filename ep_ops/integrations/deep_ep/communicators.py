@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +12,8 @@ from torch import Tensor
 from ep_ops.communicator import Communicator
 from ep_ops.group.exchange import Exchange
 from ep_ops.nn.sums import sum_rows
-from ep_ops.records import TOKEN_MAJOR, Route
+from ep_ops.operators.rejection import reject
+from ep_ops.records import TOKEN_MAJOR, Route, check_types
 
 Rows = Tensor | tuple[Tensor, Tensor]
 """[., H]; or float8_e4m3fn [., H] and their scales, float32 [., H / 128] or int32 (see :func:`format_of`)."""
@@ -24,31 +27,66 @@ class Communicators:
         self._group = group
         self._made: dict[tuple[Any, ...], Communicator] = {}
         self._captured: list[Communicator] = []  # in use by CUDA graphs
+        self._latest: dict[str, Communicator] = {}  # method -> the communicator of its last call
 
-    def of(self, x: Tensor, num_experts: int, top_k: int, max_tokens: int) -> Communicator:
+    @contextlib.contextmanager
+    def informing(self, method: str, operator: str, max_tokens: Any = None, agrees: bool = False) -> Iterator[None]:
+        """Inform the other ranks if the block raises, which comes before the method's first operator. They run this
+        ``operator`` on the communicator of the method's last call; before its first call, nobody is informed.
+
+        Args:
+            agrees: whether they call :meth:`agreed` first.
+        """
+        try:
+            yield
+        except Exception as error:
+            comm = self._latest.get(method)
+            if agrees:
+                self.agreed(-1, torch.device("cpu") if comm is None else comm.device, error)
+            if comm is None or comm.destroyed:
+                raise
+            reject(operator, comm.backend, error, 0, max_tokens)
+
+    def refuse_experts(self, method: str, num_experts: int) -> None:
+        """Raise ValueError unless all ranks have the same number of experts. Before the first call of the method, the
+        creation of the communicator raises it, on all ranks."""
+        if method in self._latest:
+            refuse_experts(num_experts, self._group.size())
+
+    def of(self, x: Tensor, num_experts: int, top_k: int, max_tokens: int, method: str = "") -> Communicator:
         """Return the communicator for rows like ``x`` [., H] (bfloat16 if quantized) and at least ``max_tokens`` per
-        rank."""
+        rank. ``method``: the method that is called, if this is its first communicator."""
         dtype = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
         key = (x.shape[1], num_experts, top_k, dtype, x.device)
         found = self._made.get(key)
         if found is None or found.max_tokens_per_rank < max_tokens:
             if found is not None and found not in self._captured:
                 found.destroy()  # its routes remain valid with its successor
+            ranks = self._group.size()
             found = self._made[key] = Communicator(
                 self._group, num_experts=num_experts, hidden_size=x.shape[1], top_k=top_k, dtype=dtype,
                 max_tokens_per_rank=1 << max(max_tokens - 1, 0).bit_length(), alignment=1, device=x.device,
+                experts_per_rank=(num_experts // ranks,) * ranks,
             )  # fmt: skip
         if _capturing(x.device) and found not in self._captured:
             self._captured.append(found)
+        if method:
+            self._latest[method] = found
         return found
 
-    def along(self, x: Tensor, num_experts: int, route: Route) -> Communicator:
-        """Return the communicator for rows like ``x`` along a route."""
-        return self.of(x, num_experts, route.topk_idx.shape[1], route.max_tokens)
+    def along(self, x: Tensor, num_experts: int, route: Route, method: str = "") -> Communicator:
+        """Return the communicator for rows like ``x`` along a route. ``method``: as for :meth:`of`."""
+        return self.of(x, num_experts, route.topk_idx.shape[1], route.max_tokens, method)
 
-    def agreed(self, tokens: int, device: torch.device) -> int:
-        """Return the largest number of tokens of any rank. Waits for all ranks."""
-        return int(Exchange(self._group, device).all_gather(torch.tensor(tokens, device="cpu")).max())
+    def agreed(self, tokens: int, device: torch.device, problem: Exception | None = None) -> int:
+        """Return the largest number of tokens of any rank. Waits for all ranks, which raise if one has a problem."""
+        exchange = Exchange(self._group, device)
+        counts = exchange.all_gather(torch.tensor(-1 if problem else tokens, device="cpu"))
+        if bool((counts < 0).any()):
+            texts = exchange.all_gather_text(str(problem or ""))
+            refusals = [f"rejected by rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+            raise problem or ValueError("; ".join(refusals))
+        return int(counts.max())
 
     def total(self, counts: Tensor) -> Tensor:
         """Return the sum over ranks. Waits for all ranks."""
@@ -56,7 +94,7 @@ class Communicators:
 
     def combined(
         self, x: Tensor, route: Route, num_experts: int, bias: Bias = None, slots: Tensor | None = None,
-        round_partial: bool = True,
+        round_partial: bool = True, method: str = "",
     ) -> Tensor:  # fmt: skip
         """Return the sums of the rows ``x`` at their owners, [T, H].
 
@@ -67,11 +105,11 @@ class Communicators:
         Args:
             slots: rows of each (token, rank) pair, int32 [N, K], -1 for none; needed for two biases if a pair has
                 several.
+            method: as for :meth:`of`.
         """
-        comm = self.along(x, num_experts, route)
         several = route.layout != TOKEN_MAJOR
         if not isinstance(bias, tuple) and (round_partial or not several):
-            return comm.combine(x.contiguous(), route, residual=bias)
+            return self.along(x, num_experts, route, method).combine(x.contiguous(), route, residual=bias)
         if several and round_partial:
             assert slots is not None
             pairs = sum_rows(x.contiguous(), slots)  # rounded sums, in each pair's first row; other rows are zero
@@ -80,7 +118,7 @@ class Communicators:
             wide = wide.index_copy_(0, first, pairs.float())[:-1]
         else:
             wide = x.float()
-        out = self.along(wide, num_experts, route).combine(wide, route)
+        out = self.along(wide, num_experts, route, method).combine(wide, route)
         if bias is not None:
             out = out + (bias[0].float() + bias[1].float() if isinstance(bias, tuple) else bias.float())
         return out.to(x.dtype)
@@ -98,6 +136,7 @@ class Communicators:
             made.destroy()
         self._captured.clear()
         self._made.clear()
+        self._latest.clear()
 
 
 def _capturing(device: torch.device) -> bool:
@@ -141,6 +180,26 @@ def with_scales(rows: Tensor, received: Tensor | None, sent: Tensor | None) -> R
     if received.stride(1) == 1:
         scales = scales.contiguous()
     return rows, scales.view(sent.dtype)
+
+
+def bound_of(handle: Any) -> Any:
+    """Return the bound on tokens of a handle's route; None for what is no handle."""
+    return getattr(getattr(handle, "route", None), "max_tokens", None)
+
+
+def check_tokens(x: Any, topk_idx: Any) -> None:
+    """Raise TypeError or ValueError unless x and ids are tensors of two dimensions."""
+    check_types(Tensor, x=x, topk_idx=topk_idx)
+    for name, given in (("x", x), ("topk_idx", topk_idx)):
+        if given.dim() != 2:
+            raise ValueError(f"{name} has shape {tuple(given.shape)}; allowed: [T, {'H' if name == 'x' else 'K'}]")
+
+
+def check_ids(route: Route, **given: Tensor) -> None:
+    """Raise ValueError unless tensors have the shape of the ids of a route."""
+    for name, one in given.items():
+        if one.shape != route.topk_idx.shape:
+            raise ValueError(f"{name} has shape {tuple(one.shape)}; allowed: {tuple(route.topk_idx.shape)}")
 
 
 def refuse_experts(num_experts: int, ranks: int) -> None:

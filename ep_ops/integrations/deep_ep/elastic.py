@@ -11,10 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_ops.formats import round_up
-from ep_ops.integrations.deep_ep.communicators import Bias, Communicators, Rows, format_of, refuse_experts, with_scales
+from ep_ops.integrations.deep_ep.communicators import (
+    Bias,
+    Communicators,
+    Rows,
+    bound_of,
+    check_tokens,
+    format_of,
+    with_scales,
+)
 from ep_ops.integrations.deep_ep.domains import get_logical_domain_size, get_physical_domain_size
 from ep_ops.integrations.deep_ep.utils import EventHandle, EventOverlap, after, wait_for
-from ep_ops.records import Route
+from ep_ops.records import Route, check_types
 
 
 @dataclasses.dataclass(eq=False)
@@ -191,24 +199,31 @@ class ElasticBuffer:
         """
         wait_for(previous_event, previous_event_before_epilogue)
         rows, scales = x if isinstance(x, tuple) else (x, None)
-        asked = format_of(rows, scales, use_tma_aligned_col_major_sf)
+        own, columns = self.communicators, use_tma_aligned_col_major_sf
         if handle is not None:
-            if topk_idx is not None or do_cpu_sync:
-                raise ValueError("topk_idx or do_cpu_sync is given with handle, which decides both; allowed: None")
+            with own.informing("dispatch", "dispatch_planned", bound_of(handle)):
+                if topk_idx is not None or do_cpu_sync:
+                    raise ValueError("topk_idx or do_cpu_sync is given with handle, which decides both; allowed: None")
+                check_types(EPHandle, handle=handle)
+                check_types(Tensor, x=rows)
+                asked = format_of(rows, scales, columns)
             route = handle.route
-            comm = self.communicators.along(rows, handle.num_experts, route)
+            comm = own.along(rows, handle.num_experts, route, "dispatch")
             again = comm.dispatch_planned(rows, route, topk_weights, zeros=True, **asked)
             received = with_scales(again.x, again.scales, scales)
             return received, handle.local_idx, again.weights, handle, after(async_with_compute_stream)
 
         most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
-        if topk_idx is None or num_experts is None or most <= 0:
-            raise ValueError(
-                f"topk_idx or num_experts is None, or num_max_tokens_per_rank is {most}; all of them are needed"
-            )
-        refuse_experts(num_experts, self.num_ranks)
         align, sync = expert_alignment or 1, do_cpu_sync is None or do_cpu_sync
-        comm = self.communicators.of(rows, num_experts, topk_idx.shape[1], most)
+        with own.informing("dispatch", "dispatch_dynamic" if sync else "dispatch", most):
+            if topk_idx is None or num_experts is None or most <= 0:
+                raise ValueError(
+                    f"topk_idx or num_experts is None, or num_max_tokens_per_rank is {most}; all of them are needed"
+                )
+            check_tokens(rows, topk_idx)
+            own.refuse_experts("dispatch", num_experts)
+            asked = format_of(rows, scales, columns)
+        comm = own.of(rows, num_experts, topk_idx.shape[1], most, "dispatch")
         layout: dict[str, Any] = {"alignment": align, "zeros": True} if do_expand else {"layout": "token_major"}
         sent = comm.dispatch(rows, topk_idx, topk_weights, max_tokens=most, exact=sync, **layout, **asked)
         route, local_idx = sent.route, sent.local_idx
@@ -248,14 +263,17 @@ class ElasticBuffer:
             Sums [T, H]; weights, float32 [T, K], or None; an event.
         """
         wait_for(previous_event, previous_event_before_epilogue)
+        with self.communicators.informing("combine", "combine", bound_of(handle)):
+            check_types(EPHandle, handle=handle)
+            check_types(Tensor, x=x)
+            if topk_weights is not None and handle.do_expand and not self.allow_multiple_reduction:
+                raise ValueError("topk_weights of expanded rows are given; they need allow_multiple_reduction")
         route, experts, weights = handle.route, handle.num_experts, None
         slots = handle._sources[:, 2:] if handle.do_expand and isinstance(bias, tuple) else None
-        out = self.communicators.combined(x, route, experts, bias, slots, self.allow_multiple_reduction)
+        out = self.communicators.combined(x, route, experts, bias, slots, self.allow_multiple_reduction, "combine")
         if topk_weights is not None and not handle.do_expand:
             weights = self.communicators.summed(topk_weights, route, experts)
         elif topk_weights is not None:
-            if not self.allow_multiple_reduction:
-                raise ValueError("topk_weights of expanded rows are given; they need allow_multiple_reduction")
             comm = self.communicators.along(x, experts, route)
             given = topk_weights.float().contiguous()
             _, weights = torch.ops.ep.dispatch_backward(None, given, *route.tensors, *route.ints, comm.name)

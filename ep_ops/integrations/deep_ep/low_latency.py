@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ep_ops import arrivals
-from ep_ops.integrations.deep_ep.communicators import Communicators, refuse_experts
+from ep_ops.integrations.deep_ep.communicators import Communicators, bound_of, check_ids, check_tokens
 from ep_ops.integrations.deep_ep.utils import EventOverlap, after
-from ep_ops.records import Route
+from ep_ops.records import Route, check_types, whole
 
 Packed = Tensor | tuple[Tensor, Tensor]
 Hook = Callable[[], None]
@@ -73,19 +74,24 @@ class LowLatency:
         Raises:
             NotImplementedError: ``use_nvfp4``, ``x_global_scale`` or ``dispatch_wait_recv_cost_stats`` is given.
         """
-        if use_nvfp4 or x_global_scale is not None:
-            raise NotImplementedError(
-                "use_nvfp4 or x_global_scale is given: rows travel as bfloat16 or e4m3, not NVFP4"
-            )
-        if dispatch_wait_recv_cost_stats is not None:
-            raise NotImplementedError("dispatch_wait_recv_cost_stats: how long ranks wait is not measured")
-        refuse_experts(num_experts, self.group_size)
-        tokens, slots = num_max_dispatch_tokens_per_rank, self.group_size * num_max_dispatch_tokens_per_rank
+        tokens, own = num_max_dispatch_tokens_per_rank, self.communicators
+        informing = functools.partial(own.informing, "low_latency_dispatch", "dispatch", tokens)
+        with informing():
+            check_tokens(x, topk_idx)
+            own.refuse_experts("low_latency_dispatch", num_experts)
+            slots = self.group_size * whole("num_max_dispatch_tokens_per_rank", tokens)
+        comm = own.of(x, num_experts, topk_idx.shape[1], tokens, "low_latency_dispatch")
+        with informing():
+            if use_nvfp4 or x_global_scale is not None:
+                raise NotImplementedError(
+                    "use_nvfp4 or x_global_scale is given: rows travel as bfloat16 or e4m3, not NVFP4"
+                )
+            if dispatch_wait_recv_cost_stats is not None:
+                raise NotImplementedError("dispatch_wait_recv_cost_stats: how long ranks wait is not measured")
         asked: dict[str, Any] = {}
         if use_fp8:
             asked["format"] = "e4m3/128/pow2" if round_scale else "e4m3/128/fp32"
             asked["scales_as"] = "packed" if use_ue8m0 else "columns"
-        comm = self.communicators.of(x, num_experts, topk_idx.shape[1], tokens)
         sent = comm.dispatch(
             x.contiguous(), topk_idx, max_tokens=tokens, layout="padded", slots=slots, alignment=1, **asked
         )
@@ -114,8 +120,9 @@ class LowLatency:
         packed_recv_count: Tensor | None = None, comp_signal: Tensor | None = None, block_m: int = 0,
         threshold: int = 0, num_sms: int = 0, src_signals: Tensor | None = None, src_signal_expect_value: int = 0,
     ) -> tuple[Tensor, EventOverlap, Hook]:  # fmt: skip
-        """Return rows ``x`` [El, W C, H] to their owners and sum them, times ``topk_weights`` [T, K]. Entries whose id in
-        ``topk_idx`` is negative are left out. (Pass the ids of the dispatch, the same tensor, if there are none.)
+        """Return rows ``x`` [El, W C, H] to their owners and sum them, times ``topk_weights`` [T, K].
+
+        Entries whose id in ``topk_idx`` is negative are left out. If there are none, pass the tensor of the dispatch.
 
         Arguments after ``overlap`` are SGLang's for its single-batch overlap and have no effect: the combine begins
         after the work on the current stream.
@@ -132,22 +139,27 @@ class LowLatency:
             NotImplementedError: ``overlap`` is set, because combines cannot wait for signals of a running GEMM, or
                 ``combine_wait_recv_cost_stats`` is given.
         """
-        if overlap:
-            raise NotImplementedError(
-                "overlap is set: a combine cannot follow the signals (comp_signal, src_signals) of a GEMM that still"
-                " runs; allowed: False"
-            )
-        if combine_wait_recv_cost_stats is not None:
-            raise NotImplementedError("combine_wait_recv_cost_stats: how long ranks wait is not measured")
-        if zero_copy:
-            if self._combine_rows is None:
-                raise ValueError("zero_copy is set, and nobody has called get_next_low_latency_combine_buffer")
-            x = self._combine_rows
+        own = self.communicators
+        with own.informing("low_latency_combine", "dispatch_planned", bound_of(handle)):
+            if overlap:
+                raise NotImplementedError(
+                    "overlap is set: a combine cannot follow the signals (comp_signal, src_signals) of a GEMM that"
+                    " still runs; allowed: False"
+                )
+            if combine_wait_recv_cost_stats is not None:
+                raise NotImplementedError("combine_wait_recv_cost_stats: how long ranks wait is not measured")
+            if zero_copy:
+                if self._combine_rows is None:
+                    raise ValueError("zero_copy is set, and nobody has called get_next_low_latency_combine_buffer")
+                x = self._combine_rows
+            check_types(LowLatencyHandle, handle=handle)
+            check_types(Tensor, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+            check_ids(handle.route, topk_idx=topk_idx, topk_weights=topk_weights)
         route, hidden, num_experts = handle.route, *handle[3:]
         # DeepEP passes weights to combine only, so they are dispatched to their rows here, with the smallest x.
         masked = None if topk_idx is handle.topk_idx and _version(topk_idx) == handle.version else topk_idx < 0
         blank = x.new_zeros(topk_weights.shape[0], 4, dtype=torch.float32)
-        comm = self.communicators.along(blank, num_experts, route)
+        comm = own.along(blank, num_experts, route, "low_latency_combine")
         weights = topk_weights.float().contiguous()
         if masked is not None:
             weights = torch.where(masked, _MASKED, weights)
