@@ -136,6 +136,7 @@ class Communicator(Methods):
         self.domains, self.rails = config.domains, rails_of(config.domains)
         self.plan_args = self.num_local_experts, self.world_size, self.name  # arguments of operators that plan
         self.accepted: dict[Any, Any] = {}
+        self.layers = itertools.count()  # numbers of the layers that use this communicator, in the order of creation
 
     @classmethod
     def shared(

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import warnings
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -43,7 +45,7 @@ class CheckedBackend:
         self._device = member.device
         self._operations = 0
         self._unmet = False  # whether the operator has raised before the reference backend ran
-        self._given: dict[int, tuple[str, tuple[Any, ...]]] = {}  # flight -> operator, arguments of its start
+        self._given: dict[int, tuple[str, tuple[Any, ...], str]] = {}  # flight -> operator, arguments, layer
         if member.rank == 0:
             warnings.warn(
                 f"EP_OPS_CHECK is 1: every operation of communicator {member.name!r} also runs on the reference"
@@ -67,7 +69,7 @@ class CheckedBackend:
         return self._run(f"{operator}_wait", self._backend.wait, flight, operator, *args)
 
     def _run(self, operator: str, method: Callable[..., Any], *args: Any) -> Any:
-        whole, part = parts_of(operator)
+        (whole, part), layer = parts_of(operator), calling_layer()
         self._unmet = False
         if _capturing(self._device):
             raise RuntimeError(
@@ -77,7 +79,7 @@ class CheckedBackend:
         try:
             got = method(*args)
             if part == "start":
-                self._given[args[0]] = whole, args[2:]
+                self._given[args[0]] = whole, args[2:], layer
                 return got
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
@@ -87,10 +89,13 @@ class CheckedBackend:
             raise
         self._operations += 1
         if part:
-            _, args = self._given.pop(args[0])
+            _, args, layer = self._given.pop(args[0])
         expected = getattr(self._reference, whole)(*args)
         slack = self._rounding(*args) if whole == "combine_backward" else None
-        found = self._reference.exchange.all_gather_text(self._difference(whole, args, got, expected, slack))
+        text = self._difference(whole, args, got, expected, slack)
+        noted = [said.partition("|") for said in self._reference.exchange.all_gather_text(f"{layer}|{text}")]
+        self._compare_layers(operator, [calling for calling, _, _ in noted])
+        found = [difference for _, _, difference in noted]
         differing = [rank for rank, text in enumerate(found) if text]
         if differing:
             more = f"; ranks {differing[1:]} have differences, too" if differing[1:] else ""
@@ -100,8 +105,17 @@ class CheckedBackend:
             )
         return got
 
+    def _compare_layers(self, operator: str, layers: list[str]) -> None:
+        """Raise RuntimeError if the ranks' layers are known and differ."""
+        if len({layer for layer in layers if layer}) > 1:
+            called = ", ".join(f"rank {rank}: {layer or 'unknown'}" for rank, layer in enumerate(layers))
+            raise RuntimeError(
+                f"communicator {self._name!r}: ep::{operator}, operation {self._operations}, was called by different"
+                f" layers ({called}, numbered in the order of creation); all ranks must call layers in one order"
+            )
+
     def end_flights(self) -> None:
-        for flight, (whole, _) in [*self._given.items()]:
+        for flight, (whole, *_) in [*self._given.items()]:
             with contextlib.suppress(Exception):
                 self.wait(flight, whole)
 
@@ -191,6 +205,17 @@ class CheckedBackend:
             f"{name}{index} is {here!r} on rank {self._rank}, the reference has {there!r} ({int(wrong.sum())} of"
             f" {wrong.numel()} numbers differ)"
         )
+
+
+def calling_layer() -> str:
+    """Return the kind and number of the layer whose eager code calls an operator, or "" if it is not known."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        layer = frame.f_locals.get("self")
+        if isinstance(layer, torch.nn.Module) and (number := getattr(layer, "layer_number", None)) is not None:
+            return f"{type(layer).__name__} {number}"
+        frame = frame.f_back
+    return ""
 
 
 def _undefined(scales: Tensor) -> Tensor:

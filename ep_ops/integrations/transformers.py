@@ -178,6 +178,7 @@ def _spread(
     # ranks.
     experts.comm, experts.gradient_divisor, experts.expert_names = comm, None, tuple(spread)
     experts.expert_parameters = functools.partial(parameters_apart, experts)
+    experts.layer_number = next(comm.layers)
 
 
 class _Spread:

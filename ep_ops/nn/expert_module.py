@@ -37,6 +37,7 @@ class ExpertModule(nn.Module):
     """
 
     comm: Communicator
+    layer_number: int | None = None  # among the layers of the communicator, for checking mode (backends/checked.py)
     gradient_divisor: int | None = None
     expert_names: tuple[str, ...] | None = None
 
@@ -50,6 +51,8 @@ class ExpertModule(nn.Module):
                 removed some of its experts.
         """
         check_split(self.comm, type(self).__name__)
+        if self.layer_number is None:
+            self.layer_number = next(self.comm.layers)
         return experts_dtensor(self.comm, local)
 
     def local_weight(self, name: str) -> Tensor:
@@ -87,6 +90,8 @@ class ExpertModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if self.layer_number is not None:  # a copy is a layer of its own
+            self.layer_number = next(self.comm.layers)
         check_shards(self)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
