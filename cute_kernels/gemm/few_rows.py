@@ -1,9 +1,10 @@
 """Grouped GEMM for few rows an expert: a block reads a slice of one expert's weights once, and multiplies all rows of
 the expert by it.
 
-A block takes `Tile.columns` columns of the weights of one expert that has rows; blocks without an expert leave at once.
-Weights and rows go through a ring of stages in shared memory, which asynchronous copies of 16 bytes fill ahead. Weights
-are the wide operand (16) of `mma.sync.m16n8k16`, rows the narrow one (8), so eight rows waste nothing.
+A block takes `Tile.columns` columns of the weights of an expert that has rows, and of further ones if there are more
+such experts than blocks for them. Blocks without an expert leave at once. Weights and rows go through a ring of stages
+in shared memory, which asynchronous copies of 16 bytes fill ahead. Weights are the wide operand (16) of
+`mma.sync.m16n8k16`, rows the narrow one (8), so eight rows waste nothing.
 
 The columns of a block are two halves of equal width. In the first GEMM of an expert these are gate columns and the up
 columns that belong to them, so that silu(gate) * up is computed in registers. A warp has 16 columns of each half.
@@ -51,6 +52,7 @@ class Segment(NamedTuple):
     expert: Int32
     begin: Int32
     rows: Int32  # 0: there is no such expert
+    named: Int32  # number of experts that have rows
 
 
 class Tile(NamedTuple):
@@ -177,9 +179,19 @@ class FewRows(Launched):
         ring = smem.allocate_array(Uint8, self.tile.stages * self.tile.stage_bytes, byte_alignment=128)
         if const_expr(self.gated):
             arch.griddepcontrol_wait()
-        segment = self.find(args, bid // self.shares)
+        number, step = bid // self.shares, args.blocks // self.shares
+        named = number + 1
+        while number < named:
+            named = self.take(args, ring, number, bid % self.shares * self.share)
+            number += step
+            if number < named:
+                arch.sync_threads()  # nobody reads the ring of the expert before
+
+    @cute.jit
+    def take(self, args: FewRowsArgs, ring: Any, number: Int32, column: Int32) -> Int32:
+        """Compute columns of the `number`-th expert that has rows, if there are so many. Return their number."""
+        segment = self.find(args, number)
         if segment.rows > 0:
-            column = bid % self.shares * self.share
             weights = args.weights + Int64(segment.expert) * (2 * self.depth * self.all_columns)
             self.start_weights(ring, weights, column)
             if const_expr(not self.gated):
@@ -192,6 +204,7 @@ class FewRows(Launched):
                 if done < segment.rows:
                     arch.sync_threads()  # nobody reads the ring any more
                     self.start_weights(ring, weights, column)
+        return segment.named
 
     @cute.jit
     def start_weights(self, ring: Any, weights: Int64, column: Int32) -> None:
@@ -220,7 +233,7 @@ class FewRows(Launched):
         holder = cutlass.min(lowest(Int32(arch.vote_ballot_sync(rows > 0))), 31)
         expert, rows = arch.shuffle_sync(expert, holder), arch.shuffle_sync(rows, holder)
         begin = arch.shuffle_sync(end, holder) - padded(rows, args.alignment)
-        return Segment(expert, begin, rows)
+        return Segment(expert, begin, rows, before)
 
     @cute.jit
     def multiply(self, args: FewRowsArgs, ring: Any, weights: Int64, column: Int32, begin: Int32, rows: Int32) -> None:

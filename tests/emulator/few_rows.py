@@ -66,7 +66,7 @@ class Experts:
         h, y = (self.memory.take(max(2 * rows * n, 16), "out") for n in (self.width, self.hidden))
         first = FewRows(experts, self.hidden, self.width, self.dtype, Tile(*tile), True, transposed)
         second = FewRows(experts, self.width, self.hidden, self.dtype, Tile(*tile), False, transposed)
-        named = min(experts, max(1, sum(count > 0 for count in self.of.counts) + self.draw.choice([0, 1])))
+        named = self.draw.choice([1, 2, experts])
         run(
             [
                 Launch(
@@ -106,6 +106,7 @@ def both(
 CHECKS: dict[str, Any] = {
     # Tiles: columns, rows, stages, depth. K ends within a step of 16 and within a stage, or at the end of one.
     "few_rows": lambda draw: both(draw, 4, 72, 40, (64, 8, draw.choice([2, 3]), 32), 7),
+    "few_rows_few_blocks": lambda draw: both(draw, 6, 96, 32, (64, 8, draw.choice([2, 3]), 32), 7),
     "few_rows_loop": lambda draw: both(draw, 2, 96, 64, (64, 8, draw.choice([2, 3]), 32), 20),
     "few_rows_many_experts": lambda draw: both(draw, 37, 40, 24, (64, 16, 2, 32), 2),
     "few_rows_wide": lambda draw: both(draw, 2, 72, 136, (128, 16, 3, draw.choice([32, 64])), 13),

@@ -250,6 +250,12 @@ MUTATIONS = {
     "gemm, a stage filled while it is read": Mutation(
         "few_rows_loop", FEW_ROWS, "                    arch.sync_threads()  # nobody reads the ring any more\n", ""
     ),
+    "gemm, the stages of the next expert filled while they are read": Mutation(
+        "few_rows_few_blocks", FEW_ROWS, "arch.sync_threads()  # nobody reads the ring of the expert before", "pass"
+    ),
+    "gemm, experts behind the last block": Mutation(
+        "few_rows_few_blocks", FEW_ROWS, "        while number < named:", "        if number < named:"
+    ),
     "gemm, an expert skipped": Mutation(
         "few_rows_many_experts", FEW_ROWS, "and before + Int32(arch.popc(", "and Int32(arch.popc("
     ),
