@@ -168,6 +168,7 @@ def run_doctor(args: argparse.Namespace) -> int:
 BENCHMARKS = {
     "throughput": "throughput kernels, forward and backward, compared with the link, NCCL and eager PyTorch",
     "latency": "latency kernels in CUDA graphs: pairs, split operations, with concurrent matrix products",
+    "decode": "a whole decode layer in CUDA graphs, compared with the time that reading its weights takes",
     "layer": "a whole layer, forward and backward, with receive buffers of the exact size and larger ones",
     "model": "predicted times, bytes and memory of up to 576 ranks; runs nothing",
 }

@@ -314,7 +314,7 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
             cli.main(["bench", *asked])
         assert stop.value.code == code
     said = capsys.readouterr()
-    assert "{throughput,latency,layer,model} ..." in said.err and "'everything' (choose from" in said.err
+    assert "{throughput,latency,decode,layer,model} ..." in said.err and "'everything' (choose from" in said.err
     assert all(kind in said.out and what.split()[0] in said.out for kind, what in cli.BENCHMARKS.items())
     for wrong, error in (
         ([], "the following arguments are required"),

@@ -1,0 +1,233 @@
+"""Decode layers, compared with the time that reading their weights takes: `ep-ops bench decode`.
+
+ep-ops bench decode --model qwen3-30b                          # on all GPUs of this host
+ep-ops bench decode --model deepseek-v3 --experts 32 --ranks 1      # as many experts as a rank of eight has
+torchrun --nproc-per-node 4 -m ep_ops bench decode --hidden 4096 --width 1536 --experts 128 --top-k 8 --out decode.json
+ep-ops bench decode --device cpu --tokens 1,2 --hidden 64 --width 32 --experts 8 --top-k 2 --replays 3
+
+A layer is dispatch, SwiGLU experts and combine, bfloat16, from tokens to weighted sums, without a router. CUDA graphs
+of `--calls` layers are replayed. Each layer has a route of its own, so that weights come from memory. A figure is µs of
+one layer, the median over replays of the slowest rank.
+
+The floor is the time in which the weights of the experts that tokens name are read once, on the rank with most of them,
+by a kernel that only reads. Its speed is measured first. It and the plain Triton kernels need triton.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ep_ops import Communicator
+from ep_ops.nn import expert_mlp, few_rows_mlp
+from ep_ops.records import Dispatched
+
+from .figures import text_table
+from .layer import made
+from .operators import relative_error
+from .options import add_sizes, names_of, new_parser, positive, read
+from .ranks import Found, Run, on_every_rank
+from .workloads import Workload, draw_route
+
+
+class LayerSizes(NamedTuple):
+    """Sizes of the MoE layers of a model."""
+
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+
+
+MODELS = {"qwen3-30b": LayerSizes(2048, 768, 128, 8), "deepseek-v3": LayerSizes(7168, 2048, 256, 8)}
+TOKENS = (1, 8, 32, 64, 128, 256)
+NAMES = {
+    "memory": "layer, kernels for few rows",
+    "transposed": "the same, weights transposed in memory",
+    "torch": "layer, torch's GEMMs",
+    "triton": "layer, plain Triton kernels",
+    "gemms": "GEMMs for few rows alone",
+    "pair": "dispatch + combine alone",
+}
+"""What is measured -> its name in the table, in that order."""
+READ_BYTES = 2 * 2**30
+MAX_ERROR = 2e-2
+"""Largest relative error of a layer, compared with that of torch's GEMMs."""
+
+
+def parser() -> argparse.ArgumentParser:
+    options = new_parser(__doc__, "decode")
+    add_sizes(options, TOKENS)
+    options.set_defaults(hidden=None, experts=None, top_k=None)  # those of the model
+    options.add_argument("--width", type=positive, help="inside each expert")
+    options.add_argument(
+        "--model", choices=MODELS, default="deepseek-v3", help="sizes that are not given (default: %(default)s)"
+    )
+    options.add_argument("--calls", type=positive, default=10, help="layers in a graph (default: %(default)s)")
+    options.add_argument("--replays", type=positive, default=30, help="that are timed (default: %(default)s)")
+    options.add_argument(
+        "--only", type=names_of(NAMES), default=tuple(NAMES), metavar="NAME,NAME", help=" ".join(NAMES)
+    )
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser()
+    options.set_defaults(**MODELS[options.parse_args(argv).model]._asdict())
+    return on_every_rank(measure, read(options, argv))
+
+
+def measure(device: torch.device, args: argparse.Namespace) -> None:
+    with DecodeLayers(device, args) as run, torch.no_grad():
+        run.everything()
+
+
+class DecodeLayers(Run):
+    """Measures all numbers of tokens, one after the other."""
+
+    def __init__(self, device: torch.device, args: argparse.Namespace) -> None:
+        sizes = {name: getattr(args, name) for name in ("model", *LayerSizes._fields, "calls", "replays")}
+        super().__init__(device, args, table, benchmark="decode", dtype="bf16", **sizes, read_tb_s=None, results=[])
+        self.by_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+    def everything(self) -> None:
+        args = self.args
+        workload = Workload(max(args.tokens), args.hidden, args.experts, args.top_k)
+        self.steps = len(args.tokens)
+        if self.by_triton:
+            self.found["read_tb_s"] = self.read_speed()
+            self.say(f"a kernel that only reads: {self.found['read_tb_s']:.2f} TB/s")
+        with self.communicator(workload) as comm:
+            self.compile([], comm)
+            self.weights = made(comm, args.width)
+            self.turned = tuple(w.mT.contiguous().mT for w in self.weights) if "transposed" in args.only else None
+            for tokens in args.tokens:
+                self.found["results"].append(self.size(comm, tokens))
+                self.done += 1
+                self.save()
+            comm.check_errors()
+
+    def read_speed(self) -> float:
+        """Return TB/s of the slowest rank."""
+        from . import plain_triton
+
+        buffer = torch.ones(READ_BYTES // 4, dtype=torch.int32, device=self.device)
+        sink = torch.empty(1024, dtype=torch.int32, device=self.device)
+        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        calls = [functools.partial(plain_triton.read, buffer, sink, blocks * sms) for blocks in (4, 8, 16)]
+        return READ_BYTES / min(self.timer.row(call, 10).median for call in calls) / 1e6
+
+    def size(self, comm: Communicator, tokens: int) -> Found:
+        """Measure one number of tokens."""
+        args = self.args
+        draw = torch.Generator(device=self.device).manual_seed(self.rank)
+        x = torch.randn(tokens, args.hidden, generator=draw, device=self.device).to(comm.dtype)
+        workload = Workload(tokens, args.hidden, args.experts, args.top_k)
+        routes = [draw_route(workload, self.rank, tokens + 1000 * i, self.device) for i in range(args.calls)]
+        scores = torch.rand(tokens, args.top_k, generator=draw, device=self.device) + 0.1
+        scores /= scores.sum(1, keepdim=True)
+        given: list[tuple[Tensor, ...]] = [(x, route, scores) for route in routes]
+        sent = [comm.dispatch(*each, max_tokens=tokens, zeros=False) for each in given]
+        y = torch.zeros_like(sent[0].x)
+        counts = [each.route.counts for each in sent]
+        named = self.worst({"named": sum(int((count > 0).sum()) for count in counts) / args.calls})["named"]
+        found: Found = {"tokens": tokens, "named": named}
+        if self.found["read_tb_s"]:
+            found["floor_us"] = named * 3 * args.hidden * args.width * 2 / self.found["read_tb_s"] / 1e6
+
+        def layer(gemms: str, weights: tuple[Tensor, ...]) -> Callable[[int], Tensor]:
+            return lambda i: expert_mlp(comm, *given[i], *weights, max_tokens=tokens, gemms=gemms).out
+
+        def pair(i: int) -> Tensor:
+            got = comm.dispatch(*given[i], max_tokens=tokens, zeros=False)
+            return comm.combine(y, got.route, got.weights)
+
+        ways: dict[str, Callable[[int], Any]] = {
+            "memory": layer("memory", self.weights),
+            "torch": layer("torch", self.weights),
+            "gemms": lambda i: few_rows_mlp(sent[i].x, *self.weights, sent[i].route, comm.world_size),
+            "pair": pair,
+        }
+        if self.turned is not None:
+            ways["transposed"] = layer("memory", self.turned)
+        if self.by_triton and "triton" in args.only:
+            ways["triton"] = self.triton_layer(comm, given, sent)
+        for name in NAMES:
+            if name in args.only and name in ways:
+                timing = self.timer.row(self.timer.captured(ways[name], args.calls), args.replays).each(args.calls)
+                found[name] = timing.median
+                self.say(f"T={tokens} {name}: {timing.median:.1f} µs")
+        expected = ways["torch"](0)
+        others = [name for name in ("memory", "transposed", "triton") if name in ways]
+        errors: dict[str, float] = {name: relative_error(ways[name](0), expected) for name in others}
+        found["error"] = max(self.worst(errors).values())
+        return found | {"correct": found["error"] <= MAX_ERROR}
+
+    def triton_layer(
+        self, comm: Communicator, given: list[tuple[Tensor, ...]], sent: list[Dispatched]
+    ) -> Callable[[int], Tensor]:
+        """Return a layer with plain Triton kernels, with the fastest tiles of a few for each of the two GEMMs."""
+        from . import plain_triton
+
+        w_in, w_out = self.weights
+        tokens = given[0][0].shape[0]
+        rows = plain_triton.rows_of(max(int(each.route.counts.max()) for each in sent))
+        inner = torch.zeros(sent[0].x.shape[0], w_out.shape[1], dtype=comm.dtype, device=self.device)
+
+        def fastest(columns: int, depth: int, gemm: Callable[[tuple[int, ...], int], Any]) -> tuple[int, ...]:
+            tiles = [tile for tile in plain_triton.TILES if columns % tile[0] == 0 and depth % 64 == 0]
+            calls = {tile: functools.partial(gemm, tile) for tile in tiles}
+            took = {tile: self.timer.row(call, len(sent)).median for tile, call in calls.items()}
+            return min(took, key=took.__getitem__)
+
+        first = fastest(
+            self.args.width, self.args.hidden,
+            lambda tile, i: plain_triton.gate_up(sent[i].x, w_in, sent[i].route.offs, rows, tile),
+        )  # fmt: skip
+        second = fastest(
+            self.args.hidden, self.args.width,
+            lambda tile, i: plain_triton.down(inner, w_out, sent[i].route.offs, rows, tile),
+        )  # fmt: skip
+
+        def layer(i: int) -> Tensor:
+            got = comm.dispatch(*given[i], max_tokens=tokens, zeros=False)
+            made = plain_triton.gate_up(got.x, w_in, got.route.offs, rows, first)
+            return comm.combine(plain_triton.down(made, w_out, got.route.offs, rows, second), got.route, got.weights)
+
+        return layer
+
+
+def cell(result: Found, name: str) -> str:
+    """Return µs, and the ratio to the floor if there is one."""
+    if name not in result:
+        return ""
+    floor = result.get("floor_us")
+    return f"{result[name]:.1f}" + (f" ({result[name] / floor:.2f})" if floor and name != "pair" else "")
+
+
+def table(run: Found) -> list[str]:
+    """Return the lines of the table for a terminal."""
+    speed = f"; a kernel that only reads: {run['read_tb_s']:.2f} TB/s" if run["read_tb_s"] else ""
+    sizes = f"{run['experts']} experts, top-{run['top_k']}, hidden {run['hidden']}, width {run['width']}"
+    heading = f"{sizes}, {run['dtype']}; graphs of {run['calls']}, median of {run['replays']} replays{speed}"
+    results = run["results"]
+    rows = [["µs (ratio to the floor) at T =", *(str(result["tokens"]) for result in results)]]
+    rows.append(["experts named, busiest rank", *(f"{result['named']:.1f}" for result in results)])
+    if any("floor_us" in result for result in results):
+        rows.append(["floor: their weights, read once", *(f"{result['floor_us']:.1f}" for result in results)])
+    for name, what in NAMES.items():
+        if any(name in result for result in results):
+            wrong = "" if all(result["correct"] for result in results) else " WRONG"
+            rows.append([what + wrong, *(cell(result, name) for result in results)])
+    return [heading, *text_table(rows)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
