@@ -24,7 +24,8 @@ from ep_ops.bench.options import add_sizes, new_parser, positive, read
 from ep_ops.bench.ranks import Found, Run, on_every_rank
 from ep_ops.bench.steps import Steps
 from ep_ops.bench.workloads import Workload
-from ep_ops.records import Delivery, Sizes
+from ep_ops.specs import CombineSpec, DispatchSpec
+from meta_kernels.arguments import CombineArgs, DispatchArgs
 
 LAYERS = ("method", "operator", "backend", "outputs")
 
@@ -35,9 +36,13 @@ def layers_of(steps: Steps) -> dict[str, tuple[Callable[[int], Any], ...]]:
     x, idx, weights = steps.given(0)
     d = steps.dispatched(0)
     route, out = d.route, steps.combine(0)
-    sizes = Sizes(route.num_rows, route.alignment, route.slots, route.max_tokens, route.layout)
-    rows, align, slots, tokens, layout = sizes
-    ints = rows, align, slots, tokens, comm.num_local_experts, comm.world_size, comm.name, layout
+    own = comm.num_local_experts, comm.world_size, comm.name
+    ints = route.num_rows, route.alignment, route.slots, route.max_tokens, *own, route.layout
+    sent = DispatchArgs(x, weights, idx, *ints)
+    rows: Any = *d.route.tensors, *d.route.ints, comm.name
+    returned = CombineArgs(d.x, d.weights, *rows)
+    send = comm.backend.prepare(DispatchSpec.of(sent)).bind(sent)
+    bring = comm.backend.prepare(CombineSpec.of(returned)).bind(returned)
 
     def outputs(*tensors: Tensor) -> Callable[[int], Any]:
         if comm.device.type != "cuda":
@@ -49,13 +54,13 @@ def layers_of(steps: Steps) -> dict[str, tuple[Callable[[int], Any], ...]]:
         "dispatch": (
             steps.dispatch,
             lambda i: ops.dispatch(x, weights, idx, *ints),
-            lambda i: comm.backend.dispatch(x, weights, idx, sizes, Delivery()),
+            lambda i: send(sent),
             outputs(d.x, d.weights, *d.route.tensors[1:], d.dropped),
         ),
         "combine": (
             steps.combine,
             lambda i: ops.combine(d.x, d.weights, *d.route.tensors, *d.route.ints, comm.name),
-            lambda i: comm.backend.combine(d.x, d.weights, d.route),
+            lambda i: bring(returned),
             outputs(out),
         ),
     }

@@ -25,7 +25,7 @@ from ep_ops.bench.model_formulas import (
     MEMORY,
     Gpu,
     Layout,
-    Wire,
+    WireSpeed,
     expected,
     few_us,
     in_rounds,
@@ -68,7 +68,7 @@ class Published:
 
     who: str
     layout: Layout
-    wire: Wire | None
+    wire: WireSpeed | None
     kind: str  # dispatch, combine, few dispatch, few combine
     value: float
     unit: str
@@ -78,7 +78,7 @@ class Published:
 def _both(
     who: str,
     layout: Layout,
-    wire: Wire | None,
+    wire: WireSpeed | None,
     values: tuple[float, float],
     unit: str,
     few: str = "",

@@ -1,9 +1,10 @@
 """Check the arguments of operators on the host, before anything is sent.
 
-One function for each operator. It takes the communicator (:class:`ep_ops.config.Member`) and the operator's arguments,
-a record with the schema's names. A wrong dtype raises TypeError; a wrong value, shape, device or memory layout raises
-ValueError. Correct arguments pass within a few microseconds, because texts are only made for errors. The values in
-tensors are not checked here, since that would synchronize the device.
+:func:`spec` checks what is neither a tensor nor a size, once. The other functions, one for each operator, take the
+communicator (:class:`ep_ops.config.Member`) and the operator's arguments, and check tensors and sizes. A wrong dtype
+raises TypeError; a wrong value, shape, device or memory layout raises ValueError. Correct arguments pass within a few
+microseconds, because texts are only made for errors. The values in tensors are not checked here, since that would
+synchronize the device.
 """
 
 from __future__ import annotations
@@ -12,6 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from meta_kernels.arguments import (
+    AnyCombine,
+    AnyCombineBackward,
+    AnyDispatch,
+    AnyDispatchBackward,
+    AnyRouted,
+    AnySizedDispatch,
+    CombineArgs,
+    CombineGatheredArgs,
+    DispatchDynamicArgs,
+    DispatchPlannedArgs,
+    PlanArgs,
+)
 
 from .arrivals import rows_of, size
 from .config import Member
@@ -38,6 +53,7 @@ from .records import (
     described,
     wrong_type,
 )
+from .specs import CombineSpec, DispatchBackwardSpec, DispatchSpec, PlanSpec, Spec
 
 _INT32 = torch.int32
 _STRIDED = torch.strided
@@ -54,7 +70,30 @@ _TOP_K = f"top_k{_WEIGHTS_OF_ROUTE}"
 _EXACT = ", ".join(repr(layout) for layout in ROW_LAYOUTS if layout != PADDED)
 
 
-def plan(m: Member, a: Any) -> None:
+def spec(m: Member, s: Spec) -> None:
+    """Check a specification, once for each communicator."""
+    if isinstance(s, (PlanSpec, DispatchSpec, DispatchBackwardSpec)) and s.layout not in (*ROW_LAYOUTS, DISTINCT):
+        raise ValueError(f"layout is {s.layout!r}; allowed: {', '.join(map(repr, ROW_LAYOUTS))}")
+    if isinstance(s, DispatchSpec):
+        if s.kind == "dispatch_dynamic" and s.layout == PADDED:
+            raise ValueError(f"layout is {PADDED!r}, whose rows are slots; allowed with exact sizes: {_EXACT}")
+        if s.format or s.scaled or s.scales_as:
+            _row_format(m, s)
+    if isinstance(s, CombineSpec):
+        if s.grad_format:
+            if s.grad_format not in WIRE:
+                allowed = ", ".join(map(repr, WIRE))
+                raise ValueError(
+                    f"grad_format is {s.grad_format!r}; allowed: '' (the gradient is sent unquantized), {allowed}"
+                )
+            _divides(m, "grad_format", format_of(s.grad_format))
+        if s.format:
+            if problem := combine_format_problem("format", s.format):
+                raise ValueError(problem)
+            _divides(m, "format", format_of(s.format))
+
+
+def plan(m: Member, a: PlanArgs | AnySizedDispatch) -> None:
     _same_sizes(m, a.num_local_experts, a.world_size)
     if not 0 <= a.max_tokens <= m.max_tokens_per_rank:  # before the capacity, which may follow from it
         raise _wrong_max_tokens(m, a)
@@ -63,22 +102,20 @@ def plan(m: Member, a: Any) -> None:
     _tokens(m, a)
 
 
-def dispatch(m: Member, a: Any) -> None:
+def dispatch(m: Member, a: AnySizedDispatch) -> None:
     plan(m, a)
     _of_tokens(m, a)
 
 
-def dispatch_dynamic(m: Member, a: Any) -> None:
+def dispatch_dynamic(m: Member, a: DispatchDynamicArgs) -> None:
     _same_sizes(m, a.num_local_experts, a.world_size)
-    if a.layout == PADDED:
-        raise ValueError(f"layout is {PADDED!r}, whose rows are slots; allowed with exact sizes: {_EXACT}")
     _layout(a.layout, a.alignment, 0)
     _tokens(m, a)
     _of_tokens(m, a)
 
 
-def dispatch_planned(m: Member, a: Any) -> None:
-    _route(m, a)
+def dispatch_planned(m: Member, a: DispatchPlannedArgs) -> None:
+    _route(m, a, a.num_rows)
     _layout(a.layout, a.alignment, a.slots)
     if a.slots and a.num_rows != m.num_local_experts * a.slots:
         raise ValueError(
@@ -87,35 +124,21 @@ def dispatch_planned(m: Member, a: Any) -> None:
     _of_tokens(m, a)
 
 
-def combine(m: Member, a: Any) -> None:
+def combine(m: Member, a: AnyCombine) -> None:
     rows = _route(m, a)
     _rows(m, "y", a.y, rows, _OF_ROUTE)
     if a.recv_weights is not None:
         _tensor(m, "recv_weights", a.recv_weights, m.weights_dtype, (rows,), _ONE)
-    residual = getattr(a, "residual", None)  # split operations take none
-    if residual is not None:
-        _rows(m, "residual", residual, a.topk_idx.shape[0], _OF_IDS)
-    grad_format = getattr(a, "grad_format", "")  # likewise
-    if grad_format:
-        if grad_format not in WIRE:
-            allowed = ", ".join(map(repr, WIRE))
-            raise ValueError(
-                f"grad_format is {grad_format!r}; allowed: '' (the gradient is sent unquantized), {allowed}"
-            )
-        _divides(m, "grad_format", format_of(grad_format))
-    if a.format:
-        if problem := combine_format_problem("format", a.format):
-            raise ValueError(problem)
-        _divides(m, "format", format_of(a.format))
+    if isinstance(a, CombineArgs) and a.residual is not None:
+        _rows(m, "residual", a.residual, a.topk_idx.shape[0], _OF_IDS)
 
 
-def combine_gathered(m: Member, a: Any) -> None:
+def combine_gathered(m: Member, a: CombineGatheredArgs) -> None:
     _rows(m, "y", a.y, _route(m, a), _OF_ROUTE)
 
 
-def dispatch_backward(m: Member, a: Any) -> None:
+def dispatch_backward(m: Member, a: AnyDispatchBackward) -> None:
     rows = _route(m, a)
-    _layout_name(a.layout)
     if a.grad_recv_x is None and a.grad_recv_weights is None:
         raise ValueError("grad_recv_x and grad_recv_weights are both None; one of them must be given")
     if a.grad_recv_x is not None:
@@ -125,8 +148,8 @@ def dispatch_backward(m: Member, a: Any) -> None:
         _tensor(m, "grad_recv_weights", a.grad_recv_weights, m.weights_dtype, shape, why)
 
 
-def combine_backward(m: Member, a: Any) -> None:
-    rows = _route(m, a)
+def combine_backward(m: Member, a: AnyCombineBackward) -> None:
+    rows = _route(m, a, a.num_rows)
     _rows(m, "grad_out", a.grad_out, a.topk_idx.shape[0], _OF_IDS)
     if a.y is not None:
         _rows(m, "y", a.y, rows, _OF_ROUTE)
@@ -134,7 +157,7 @@ def combine_backward(m: Member, a: Any) -> None:
         _tensor(m, "recv_weights", a.recv_weights, m.weights_dtype, (rows,), _ONE)
 
 
-def flight(number: int) -> None:
+def flight(number: Any) -> None:
     """Check the flight of a split operation."""
     if number not in range(FLIGHTS):
         raise ValueError(
@@ -166,7 +189,6 @@ def _alignment(alignment: int) -> None:
 
 
 def _layout(layout: str, alignment: int, slots: int) -> None:
-    _layout_name(layout)
     _alignment(alignment)
     if layout == TOKEN_MAJOR and alignment != 1:
         raise ValueError(f"alignment is {alignment}; allowed with layout {TOKEN_MAJOR!r}: 1 (it has no segments)")
@@ -177,11 +199,6 @@ def _layout(layout: str, alignment: int, slots: int) -> None:
         raise ValueError(
             f"slots is {slots}, with layout {PADDED!r}; allowed: positive multiples of alignment {alignment}"
         )
-
-
-def _layout_name(layout: str) -> None:
-    if layout not in ROW_LAYOUTS and layout != DISTINCT:
-        raise ValueError(f"layout is {layout!r}; allowed: {', '.join(map(repr, ROW_LAYOUTS))}")
 
 
 def _rows_asked(comm: Member, capacity: int, alignment: int, slots: int) -> None:
@@ -199,7 +216,7 @@ def _rows_asked(comm: Member, capacity: int, alignment: int, slots: int) -> None
 # ---------------------------------------------------------------------- tensors
 
 
-def _tokens(comm: Member, a: Any) -> None:
+def _tokens(comm: Member, a: PlanArgs | AnyDispatch | AnyRouted) -> None:
     """Check ``max_tokens`` and ``topk_idx``."""
     if not 0 <= a.max_tokens <= comm.max_tokens_per_rank:
         raise _wrong_max_tokens(comm, a)
@@ -212,21 +229,20 @@ def _tokens(comm: Member, a: Any) -> None:
         raise ValueError(f"topk_idx has {shape[0]} tokens; allowed: at most {bound} {a.max_tokens}")
 
 
-def _wrong_max_tokens(comm: Member, a: Any) -> ValueError:
+def _wrong_max_tokens(comm: Member, a: PlanArgs | AnyDispatch | AnyRouted) -> ValueError:
     return ValueError(f"max_tokens is {a.max_tokens}; allowed: 0..max_tokens_per_rank {comm.max_tokens_per_rank}")
 
 
-def _of_tokens(comm: Member, a: Any) -> None:
+def _of_tokens(comm: Member, a: AnyDispatch) -> None:
     """Check ``x``, its scales and ``topk_weights``."""
     shape = a.topk_idx.shape
-    quantized = a.format or a.scales is not None or a.scales_as
-    _rows(comm, "x", a.x, shape[0], _OF_IDS, _delivery(comm, a) if quantized else None)
+    _rows(comm, "x", a.x, shape[0], _OF_IDS, None if a.scales is None else _scaled(comm, a))
     if a.topk_weights is not None:
         _tensor(comm, "topk_weights", a.topk_weights, comm.weights_dtype, shape, "the shape of topk_idx")
 
 
-def _route(comm: Member, a: Any) -> int:
-    """Check the tensors of a route, and ``num_rows`` if the operator takes it. Return the number of rows."""
+def _route(comm: Member, a: AnyRouted, num_rows: int | None = None) -> int:
+    """Check the tensors of a route, and ``num_rows`` if it is given. Return the number of rows."""
     try:
         _tensor(comm, "arrivals", a.arrivals, _INT32)
         if a.arrivals.data_ptr() % _PAIR_BYTES:
@@ -239,8 +255,8 @@ def _route(comm: Member, a: Any) -> int:
                 f"arrivals has shape {tuple(shape)}; allowed: [4 R + {least}] for R rows (world_size"
                 f" {comm.world_size} + 3)"
             )
-        if getattr(a, "num_rows", rows) != rows:
-            raise ValueError(f"num_rows is {a.num_rows}; allowed: {rows} (the rows of the route)")
+        if num_rows is not None and num_rows != rows:
+            raise ValueError(f"num_rows is {num_rows}; allowed: {rows} (the rows of the route)")
         _tokens(comm, a)
         _tensor(comm, "send_rows", a.send_rows, _INT32, a.topk_idx.shape, "the shape of topk_idx")
         _tensor(comm, "offs", a.offs, _INT32, (comm.num_local_experts,), "one for each local expert")
@@ -265,25 +281,29 @@ def _divides(comm: Member, argument: str, form: Format) -> None:
         )
 
 
-def _delivery(comm: Member, a: Any) -> torch.dtype:
-    """Check the format and the scales of a dispatch that has any. Return the dtype of its rows."""
-    if a.layout == TOKEN_MAJOR and a.scales_as in LAYOUTS and a.scales_as not in OF_TOKENS:
+def _row_format(comm: Member, s: DispatchSpec) -> None:
+    """Check the format of a dispatch that has any."""
+    if s.token_major and s.scales_as in LAYOUTS and s.scales_as not in OF_TOKENS:
         allowed = ", ".join(map(repr, OF_TOKENS))
-        raise ValueError(f"scales_as is {a.scales_as!r}; allowed for token-major rows: {allowed}, '' for the first")
-    if not a.format:
-        given = "scales are given" if a.scales is not None else f"scales_as is {a.scales_as!r}"
+        raise ValueError(f"scales_as is {s.scales_as!r}; allowed for token-major rows: {allowed}, '' for the first")
+    if not s.format:
+        given = "scales are given" if s.scaled else f"scales_as is {s.scales_as!r}"
         raise ValueError(f"format is '' and {given}; allowed: the format of quantized rows, {_QUANTIZED}")
-    form = format_of(a.format)
-    layout_of(form, a.scales_as)
+    form = format_of(s.format)
+    layout_of(form, s.scales_as)
     _divides(comm, "format", form)
-    if a.scales is None:
-        return comm.dtype
-    if form.wire:
-        raise ValueError(f"scales are given, and format is {a.format!r}, which quantizes x itself; allowed: none")
+    if s.scaled and form.wire:
+        raise ValueError(f"scales are given, and format is {s.format!r}, which quantizes x itself; allowed: none")
+
+
+def _scaled(comm: Member, a: AnyDispatch) -> torch.dtype:
+    """Check the scales of an x that is quantized already. Return the dtype of its rows."""
+    form = format_of(a.format)
     if a.x is not None and a.x.dtype is not ELEMENT:
         raise TypeError(f"x has dtype {a.x.dtype}, and scales are given; allowed: {ELEMENT} (or x without scales)")
     count = a.topk_idx.shape[0]
     shape = (count, per_row(form, comm.hidden_size)) if form.block else (count,)
+    assert a.scales is not None
     _tensor(comm, "scales", a.scales, form.scale_dtype, shape, f"of the rows of x in format {a.format!r}")
     return ELEMENT
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import backends, checks, inputs, registry
 from .arguments import device_of, group_of, large_rows, next_name
 from .backends.base import Backend
-from .config import Config, configured
+from .backends.calls import CallCache
+from .config import Config, ConfigOptions, configured, signature
 from .formats import exact_dtype, format_of, layout_of
 from .group import leaving
 from .group.agreement import agree
@@ -29,6 +31,9 @@ from .memory import MemoryPlan, plan_of
 from .methods import Methods
 from .overflow import Overflow
 from .records import Operation
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _shared: dict[tuple[Any, ...], Communicator] = {}
 
@@ -90,7 +95,7 @@ class Communicator(Methods):
         config: Config | None = None,
         *,
         device: torch.device | str | int | None = None,
-        **options: Any,
+        **options: Unpack[ConfigOptions],
     ) -> None:
         given = configured("Communicator", config, options)
         self._mesh: DeviceMesh | None = group if isinstance(group, DeviceMesh) and group.mesh_dim_names else None
@@ -111,7 +116,10 @@ class Communicator(Methods):
             self.overflowed = Overflow(self.num_local_experts, self.first_local_expert, self.device)
         self.number = leaving.agreed_number(self._exchange)
         self.backend: Backend = backends.make(self.config.backend, self)
+        self.calls = CallCache(self.backend)
         registry.add(self)
+
+    __signature__: ClassVar[inspect.Signature] = signature(__init__)  # for help() and notebooks
 
     def _agree(self, own: Config, unusable: str | None) -> Config:
         """Compare configurations with the other ranks and return what was agreed on (``ep_ops.group.agreement``)."""
@@ -134,8 +142,7 @@ class Communicator(Methods):
         self.dtype, self.weights_dtype = config.dtype, exact_dtype(config.dtype)
         self.symmetric_rows, self.strict = config.symmetric_rows, config.strict
         self.domains, self.rails = config.domains, rails_of(config.domains)
-        self.plan_args = self.num_local_experts, self.world_size, self.name  # arguments of operators that plan
-        self.accepted: dict[Any, Any] = {}
+        self.plan_args = self.num_local_experts, self.world_size, self.name
         self.layers = itertools.count()  # numbers of the layers that use this communicator, in the order of creation
 
     @classmethod
@@ -145,7 +152,7 @@ class Communicator(Methods):
         config: Config | None = None,
         *,
         device: torch.device | str | int | None = None,
-        **options: Any,
+        **options: Unpack[ConfigOptions],
     ) -> Communicator:
         """Return the living communicator that this method created with equal arguments, or create one.
 
@@ -435,7 +442,7 @@ class Communicator(Methods):
         if self.destroyed:
             return
         self.destroyed = True
-        self.accepted.clear()  # so that every later call asks the registry
+        self.calls.forget()  # so that every later call asks the registry
         registry.remove(self.name)
         unsaid = None
         missing: list[int] = []

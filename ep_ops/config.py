@@ -8,11 +8,12 @@ field here, describe it in the docstring, and read it where it takes effect.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import torch
 
@@ -233,6 +234,49 @@ class Config:
                 " exceeds the 2**31 rows that an int32 can number"
             )
         return None
+
+
+class ConfigOptions(TypedDict, total=False):
+    """The options of :class:`Config` as keyword arguments, so that editors complete them. A test compares both."""
+
+    num_experts: int
+    hidden_size: int
+    top_k: int
+    max_tokens_per_rank: int
+    dtype: torch.dtype
+    experts_per_rank: Sequence[int]
+    alignment: int
+    backend: str
+    timeout: float
+    dispatch_sms: int | None
+    combine_sms: int | None
+    latency_max_tokens: int | None
+    symmetric_rows: int
+    strict: bool
+    domain_size: int | None
+    staging_bytes: int | None
+    overflow: str
+    name: str
+    check: str
+    wire: str
+    bundle: str
+
+
+def signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function that takes ``**options``, with the options of :class:`Config` by name."""
+    parameters = inspect.signature(function).parameters.values()
+    own = [p for p in parameters if p.name != "self" and p.kind is not inspect.Parameter.VAR_KEYWORD]
+    given = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_default(option), annotation=option.type)
+        for name, option in options().items()
+    ]
+    return inspect.Signature([*own, *given])
+
+
+def _default(option: dataclasses.Field[Any]) -> Any:
+    if option.default_factory is not dataclasses.MISSING:
+        return option.default_factory()
+    return inspect.Parameter.empty if option.default is dataclasses.MISSING else option.default
 
 
 def options() -> dict[str, dataclasses.Field[Any]]:

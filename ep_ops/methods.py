@@ -3,28 +3,50 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from meta_kernels.arguments import (
+    CombineArgs,
+    CombineGatheredArgs,
+    CombineStartArgs,
+    CombineWaitArgs,
+    DispatchArgs,
+    DispatchDynamicArgs,
+    DispatchPlannedArgs,
+    DispatchStartArgs,
+    DispatchWaitArgs,
+    PlanArgs,
+)
+
 from . import formats, inputs
 from .backends.base import Backend
+from .backends.calls import CallCache
 from .config import most_token_rows, worst_case_rows
 from .group.survivors import ExpertIds
-from .operators.eager import repeat
 from .operators.rejection import reject
+from .operators.table import (
+    COMBINE,
+    COMBINE_GATHERED,
+    COMBINE_START,
+    COMBINE_WAIT,
+    DISPATCH,
+    DISPATCH_DYNAMIC,
+    DISPATCH_PLANNED,
+    DISPATCH_START,
+    DISPATCH_WAIT,
+    PLAN,
+)
 from .overflow import Overflow
 from .records import (
     DISTINCT,
     GROUPED,
     PADDED,
     TOKEN_MAJOR,
-    UNBOUNDED,
-    Delivery,
     Dispatched,
+    DispatchTensors,
     Route,
-    Sizes,
     StartedCombine,
     StartedDispatch,
     check_types,
@@ -48,9 +70,9 @@ class Methods:
     dtype: torch.dtype
     weights_dtype: torch.dtype
     backend: Backend
-    accepted: dict[Any, Any]  # eager calls that have passed their checks (operators/eager.py)
+    calls: CallCache  # those that have passed their checks
+    plan_args: tuple[int, int, str]  # arguments of dispatches: num_local_experts, world_size, name
     expert_ids: ExpertIds | None
-    plan_args: tuple[int, int, str]  # arguments of operators that plan: num_local_experts, world_size, name
     warned_rows: float  # a larger default capacity causes a warning
     overflowed: Overflow | None
 
@@ -93,8 +115,11 @@ class Methods:
             topk_idx, batch = inputs.to_plan(self, topk_idx)
         except Exception as error:
             reject("plan", self.backend, error, 0, max_tokens)
-        placed = repeat(self, "plan", (topk_idx,), (rows, align, slots, tokens, *self.plan_args, layout))
-        send_rows, arrivals, offs, counts, dropped, recv_idx = placed
+        a = PlanArgs(
+            topk_idx=topk_idx, capacity=rows, alignment=align, slots=slots, max_tokens=tokens,
+            num_local_experts=self.num_local_experts, world_size=self.world_size, comm=self.name, layout=layout,
+        )  # fmt: skip
+        send_rows, arrivals, offs, counts, dropped, recv_idx = PLAN.call(a)
         if self.overflowed is not None:
             self.overflowed.add(dropped)
         layout = GROUPED if layout == DISTINCT else layout
@@ -149,19 +174,19 @@ class Methods:
             RuntimeError: a peer did not arrive within ``timeout`` seconds, or called a different operator.
         """
         try:
-            sizes = self._sizes(layout, capacity, slots, max_tokens, alignment, exact)
+            rows, align, slots, tokens, layout = self._sizes(layout, capacity, slots, max_tokens, alignment, exact)
             x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
             if scales is not None:
                 scales = inputs.scales(scales, batch)
         except Exception as error:
             reject("dispatch_dynamic" if exact is True else "dispatch", self.backend, error, 0, max_tokens)
-        given, how = (x, topk_weights, topk_idx), (scales, format, scales_as, _clears(zeros))
-        rows, align, slots, tokens, layout = sizes
+        own, how = self.plan_args, (layout, scales, format, scales_as, _clears(zeros))
         if exact:
-            out = repeat(self, "dispatch_dynamic", given, (align, tokens, *self.plan_args, layout, *how))
-            return self._dispatched(out, *given, (out[0].shape[0], align, 0, tokens, layout), batch, format, scales_as)
-        out = repeat(self, "dispatch", given, (rows, align, slots, tokens, *self.plan_args, layout, *how))
-        return self._dispatched(out, *given, sizes, batch, format, scales_as)
+            dynamic = DispatchDynamicArgs(x, topk_weights, topk_idx, align, tokens, *own, *how)  # type: ignore[arg-type]
+            out = DISPATCH_DYNAMIC.call(dynamic)
+            return self._dispatched(out, dynamic, out[0].shape[0], 0, batch)
+        a: DispatchArgs = _new(DispatchArgs, (x, topk_weights, topk_idx, rows, align, slots, tokens, *own, *how))
+        return self._dispatched(DISPATCH.call(a), a, rows, slots, batch)
 
     def dispatch_planned(
         self, x: Tensor, route: Route, topk_weights: Tensor | None = None, *, scales: Tensor | None = None,
@@ -190,10 +215,13 @@ class Methods:
                 scales = inputs.scales(scales, route.batch)
         except Exception as error:
             reject("dispatch_planned", self.backend, error, 0, getattr(route, "max_tokens", None))
-        along = route.num_rows, route.alignment, route.max_tokens, self.name, route.layout, route.slots
-        how = scales, format, scales_as, _clears(zeros)
-        given = x, topk_weights, *route.tensors
-        rows, recv_scales, weights = repeat(self, "dispatch_planned", given, along + how)
+        a = DispatchPlannedArgs(
+            x=x, topk_weights=topk_weights, topk_idx=route.topk_idx, send_rows=route.send_rows,
+            arrivals=route.arrivals, offs=route.offs, counts=route.counts, num_rows=route.num_rows,
+            alignment=route.alignment, max_tokens=route.max_tokens, comm=self.name, layout=route.layout,
+            slots=route.slots, scales=scales, format=format, scales_as=scales_as, zeros=_clears(zeros),
+        )  # fmt: skip
+        rows, recv_scales, weights = DISPATCH_PLANNED.call(a)
         weights = None if topk_weights is None else weights
         received = _scales_of(rows, recv_scales, route, format, scales_as) if format else None
         dropped = torch.zeros_like(route.counts) if route.dropped is None else route.dropped
@@ -234,9 +262,12 @@ class Methods:
                 residual = inputs.residual(self, residual, route)
         except Exception as error:
             reject("combine", self.backend, error, 0, getattr(route, "max_tokens", None))
-        given = y, weights, route.topk_idx, route.send_rows, route.arrivals, route.offs, route.counts
-        along = route.alignment, route.max_tokens, self.name, residual, grad_format, format
-        return _home(repeat(self, "combine", given, along), route)
+        given = (
+            y, weights, route.topk_idx, route.send_rows, route.arrivals, route.offs, route.counts, route.alignment,
+            route.max_tokens, self.name, residual, grad_format, format,
+        )  # fmt: skip
+        a: CombineArgs = _new(CombineArgs, given)
+        return _home(COMBINE.call(a), route)
 
     def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
         """Combine without weights: each rank reads the rows of its tokens from symmetric memory (:meth:`empty_rows`).
@@ -262,7 +293,11 @@ class Methods:
         """
         if not isinstance(route, Route):
             reject("combine_gathered", self.backend, wrong_type("route", route, Route), 0, None)
-        return _home(repeat(self, "combine_gathered", (y, *route.tensors), (*route.ints, self.name)), route)
+        a = CombineGatheredArgs(
+            y=y, topk_idx=route.topk_idx, send_rows=route.send_rows, arrivals=route.arrivals, offs=route.offs,
+            counts=route.counts, alignment=route.alignment, max_tokens=route.max_tokens, comm=self.name,
+        )  # fmt: skip
+        return _home(COMBINE_GATHERED.call(a), route)
 
     def dispatch_start(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None, *, layout: str = GROUPED,
@@ -287,17 +322,18 @@ class Methods:
             RuntimeError: the flight is in use. Other errors as for :meth:`dispatch`.
         """
         try:
-            sizes = self._sizes(layout, capacity, slots, max_tokens, alignment)
+            rows, align, slots, tokens, layout = self._sizes(layout, capacity, slots, max_tokens, alignment)
             x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
             if scales is not None:
                 scales = inputs.scales(scales, batch)
         except Exception as error:
             reject("dispatch_start", self.backend, error, flight, max_tokens)
-        how = Delivery(scales, format, scales_as, _clears(zeros))
-        rows, align, slots, tokens, layout = sizes
-        along = rows, align, slots, tokens, *self.plan_args, layout, *how, flight
-        ticket = repeat(self, "dispatch_start", (x, topk_weights, topk_idx), along)
-        return StartedDispatch(ticket, x, topk_weights, topk_idx, Sizes(*sizes), batch, how, flight)
+        a = DispatchStartArgs(
+            x=x, topk_weights=topk_weights, topk_idx=topk_idx, capacity=rows, alignment=align, slots=slots,
+            max_tokens=tokens, num_local_experts=self.num_local_experts, world_size=self.world_size, comm=self.name,
+            layout=layout, scales=scales, format=format, scales_as=scales_as, zeros=_clears(zeros), flight=flight,
+        )  # fmt: skip
+        return StartedDispatch(DISPATCH_START.call(a), a, batch)
 
     def dispatch_wait(self, started: StartedDispatch) -> Dispatched:
         """Finish a dispatch that :meth:`dispatch_start` has started, and return its result. Differentiable.
@@ -314,12 +350,9 @@ class Methods:
         """
         if not isinstance(started, StartedDispatch):
             raise wrong_type("started", started, "what dispatch_start returned")
-        ticket, x, topk_weights, topk_idx, sizes, batch, how, flight = started
-        given = x, topk_weights, topk_idx
-        rows, align, slots, tokens, layout = sizes
-        along = rows, align, slots, tokens, *self.plan_args, layout, *how, flight
-        out = repeat(self, "dispatch_wait", (ticket, *given), along)
-        return self._dispatched(out, *given, sizes, batch, how.format, how.scales_as)
+        a = started.arguments
+        out = DISPATCH_WAIT.call(DispatchWaitArgs(started.ticket, *a))
+        return self._dispatched(out, a, a.capacity, a.slots, started.batch)
 
     def combine_start(
         self, y: Tensor, route: Route, weights: Tensor | None = None, *, format: str = "", flight: int = 0
@@ -342,9 +375,12 @@ class Methods:
             y, weights = self._rows(y, weights, route)
         except Exception as error:
             reject("combine_start", self.backend, error, flight, getattr(route, "max_tokens", None))
-        along = *route.ints, self.name, flight, format
-        ticket = repeat(self, "combine_start", (y, weights, *route.tensors), along)
-        return StartedCombine(ticket, y, weights, route, flight, format)
+        a = CombineStartArgs(
+            y=y, recv_weights=weights, topk_idx=route.topk_idx, send_rows=route.send_rows, arrivals=route.arrivals,
+            offs=route.offs, counts=route.counts, alignment=route.alignment, max_tokens=route.max_tokens,
+            comm=self.name, flight=flight, format=format,
+        )  # fmt: skip
+        return StartedCombine(COMBINE_START.call(a), a, route)
 
     def combine_wait(self, started: StartedCombine) -> Tensor:
         """Finish a combine that :meth:`combine_start` has started, and return its result. Differentiable.
@@ -361,9 +397,7 @@ class Methods:
         """
         if not isinstance(started, StartedCombine):
             raise wrong_type("started", started, "what combine_start returned")
-        ticket, y, weights, route, flight, format = started
-        along = *route.ints, self.name, flight, format
-        return _home(repeat(self, "combine_wait", (ticket, y, weights, *route.tensors), along), route)
+        return _home(COMBINE_WAIT.call(CombineWaitArgs(started.ticket, *started.arguments)), started.route)
 
     # ------------------------------------------------------------------ arguments
 
@@ -371,8 +405,8 @@ class Methods:
         self, layout: str, capacity: int | None, slots: int, max_tokens: int | None, alignment: int | None,
         exact: bool = False,
     ) -> tuple[int, int, int, int, str]:  # fmt: skip
-        """Return the fields of ``Sizes``, with defaults filled in. Raise TypeError or ValueError for wrong types and
-        impossible combinations."""
+        """Return capacity (0 if ``exact``), alignment, slots, max_tokens and layout, with defaults filled in. Raise
+        TypeError or ValueError for wrong types and impossible combinations."""
         if not isinstance(layout, str):
             raise wrong_type("layout", layout, str)
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
@@ -390,7 +424,7 @@ class Methods:
                     f"exact is True, with layout {layout!r}, capacity {capacity} and slots {slots}; allowed: layout"
                     f" {GROUPED!r} or {TOKEN_MAJOR!r}, without capacity and slots"
                 )
-            capacity = UNBOUNDED
+            capacity = 0
         elif capacity is not None:
             if slots:
                 raise ValueError(f"capacity is {capacity} and slots is {slots}; allowed: one of the two")
@@ -428,20 +462,22 @@ class Methods:
     # ------------------------------------------------------------------ results
 
     def _dispatched(
-        self, out: Any, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor,
-        sizes: tuple[int, int, int, int, str], batch: tuple[int, ...] | None, format: str, scales_as: str,
+        self, out: DispatchTensors, a: DispatchArgs | DispatchDynamicArgs | DispatchStartArgs, num_rows: int,
+        slots: int, batch: tuple[int, ...] | None,
     ) -> Dispatched:  # fmt: skip
+        """Return the results of a dispatch with these arguments as a record."""
         recv_x, recv_scales, weights, send_rows, arrivals, offs, counts, dropped, recv_idx = out
-        rows, align, slots, tokens, layout = sizes
-        layout = GROUPED if layout == DISTINCT else layout
+        layout = GROUPED if a.layout == DISTINCT else a.layout
         if self.overflowed is not None:
             self.overflowed.add(dropped)
         local_idx = recv_idx if layout == TOKEN_MAJOR else None
-        along = topk_idx, send_rows, arrivals, offs, counts
-        route: Route = _new(Route, (*along, align, rows, tokens, batch, slots, layout, dropped, local_idx))
-        weights = None if topk_weights is None else weights
-        scales = _scales_of(recv_x, recv_scales, route, format, scales_as) if format else None
-        made: Dispatched = _new(Dispatched, (recv_x, weights, route, dropped, scales, local_idx))
+        along = a.topk_idx, send_rows, arrivals, offs, counts
+        route: Route = _new(
+            Route, (*along, a.alignment, num_rows, a.max_tokens, batch, slots, layout, dropped, local_idx)
+        )
+        kept = None if a.topk_weights is None else weights
+        scales = _scales_of(recv_x, recv_scales, route, a.format, a.scales_as) if a.format else None
+        made: Dispatched = _new(Dispatched, (recv_x, kept, route, dropped, scales, local_idx))
         return made
 
 

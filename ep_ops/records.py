@@ -13,6 +13,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meta_kernels.arguments import (
+    GROUPED,
+    AnyDispatchBackward,
+    AnyRouted,
+    AnySizedDispatch,
+    CombineStartArgs,
+    DispatchDynamicArgs,
+    DispatchStartArgs,
+    PlanArgs,
+)
+
 from . import arrivals as lists
 from .formats.groups import Segments
 
@@ -24,7 +35,8 @@ UNKNOWN_ROW = INT32_LIMIT - 1
 """Value in ``send_rows``: there is a row, and its index at its rank is not known here."""
 
 
-ROW_LAYOUTS = GROUPED, PADDED, TOKEN_MAJOR = "grouped", "padded", "token_major"
+PADDED, TOKEN_MAJOR = "padded", "token_major"
+ROW_LAYOUTS = GROUPED, PADDED, TOKEN_MAJOR
 """Order of received rows. Grouped: one segment for each local expert. Padded: [El, slots, H]. Token-major: one row for
 each (token, rank)."""
 DISTINCT = "distinct"
@@ -32,25 +44,6 @@ DISTINCT = "distinct"
 tokens whose ids are distinct. An id that repeats within a token is invalid, and its later entries are not sent."""
 UNBOUNDED = -1
 """Value of a capacity: as many rows as are received."""
-
-
-class Sizes(NamedTuple):
-    """Sizes and layout of a plan."""
-
-    capacity: int  # rows of the receive buffer, a multiple of alignment
-    alignment: int  # segments are padded to a multiple of it; token-major: 1
-    slots: int  # padded layout: rows of each local expert, a multiple of alignment; 0 for other layouts
-    max_tokens: int  # bound on T, equal on all ranks
-    layout: str = GROUPED  # one of ROW_LAYOUTS, or DISTINCT
-
-
-class Delivery(NamedTuple):
-    """The format in which the rows of a dispatch arrive (docs/formats.md), and whether padding rows hold zeros."""
-
-    scales: Tensor | None = None  # scales of an x that is already quantized, [T, G], or [T] with one for each row
-    format: str = ""  # format in which rows arrive; empty: as x
-    scales_as: str = ""  # memory layout of the received scales; empty: the format's first
-    zeros: bool = True  # True: padding rows hold zeros; False: they are undefined
 
 
 class NoElements(dict[torch.device, Tensor]):
@@ -194,12 +187,33 @@ class Route(NamedTuple):
         return self.segments.m_indices(self.num_rows)
 
 
-def route_of(topk_idx: Tensor, placed: Placed, sizes: Sizes, world_size: int) -> Route:
-    """Return the route of a plan."""
-    tensors = topk_idx, placed.send_rows, placed.arrivals, placed.offs, placed.counts
-    num_rows = lists.rows_of(placed.arrivals.numel(), world_size)
-    layout = GROUPED if sizes.layout == DISTINCT else sizes.layout
-    return Route(*tensors, sizes.alignment, num_rows, sizes.max_tokens, None, sizes.slots, layout)
+def route_of(placed: Placed, plan: PlanArgs) -> Route:
+    """Return the route that a plan with these arguments has placed."""
+    tensors = plan.topk_idx, placed.send_rows, placed.arrivals, placed.offs, placed.counts
+    num_rows = lists.rows_of(placed.arrivals.numel(), plan.world_size)
+    layout = GROUPED if plan.layout == DISTINCT else plan.layout
+    return Route(*tensors, plan.alignment, num_rows, plan.max_tokens, None, plan.slots, layout)
+
+
+def route_in(a: AnyRouted, num_rows: int, layout: str = GROUPED, slots: int = 0) -> Route:
+    """Return the route in the arguments of an operator. Combines take no layout, because they do not depend on it."""
+    return Route(
+        a.topk_idx, a.send_rows, a.arrivals, a.offs, a.counts, a.alignment, num_rows, a.max_tokens, None, slots, layout
+    )
+
+
+def gradient_route(a: AnyDispatchBackward) -> Route:
+    """Return the route in the arguments of the gradient of a dispatch, of which one gradient is given."""
+    rows = a.grad_recv_weights if a.grad_recv_x is None else a.grad_recv_x
+    assert rows is not None
+    return route_in(a, rows.shape[0], a.layout)
+
+
+def plan_in(a: AnySizedDispatch | DispatchDynamicArgs, capacity: int = UNBOUNDED) -> PlanArgs:
+    """Return the arguments of the plan of a dispatch along a new route. ``capacity``: that of an exact one."""
+    rows, slots = (capacity, 0) if isinstance(a, DispatchDynamicArgs) else (a.capacity, a.slots)
+    own = a.num_local_experts, a.world_size, a.comm
+    return PlanArgs(a.topk_idx, rows, a.alignment, slots, a.max_tokens, *own, a.layout)
 
 
 class Dispatched(NamedTuple):
@@ -217,24 +231,16 @@ class StartedDispatch(NamedTuple):
     """A started dispatch. Its tensors must not be modified before the wait."""
 
     ticket: Tensor
-    x: Tensor
-    topk_weights: Tensor | None
-    topk_idx: Tensor
-    sizes: Sizes
+    arguments: DispatchStartArgs
     batch: tuple[int, ...] | None = None  # see Route
-    delivery: Delivery = Delivery()
-    flight: int = 0  # 0 or 1: distinguishes operations in progress at once
 
 
 class StartedCombine(NamedTuple):
     """A started combine. Its tensors must not be modified before the wait."""
 
     ticket: Tensor
-    y: Tensor
-    weights: Tensor | None
+    arguments: CombineStartArgs
     route: Route
-    flight: int = 0  # see StartedDispatch
-    format: str = ""  # format in which sums are sent; empty: the dtype of the rows
 
 
 class Operation(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from .backends.base import Backend
+from .backends.calls import CallCache
 from .config import Member
 
 
@@ -12,6 +13,7 @@ class Living(Member, Protocol):
     """The attributes of a communicator that operators use."""
 
     backend: Backend
+    calls: CallCache
 
 
 living: dict[str, Living] = {}

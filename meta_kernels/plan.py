@@ -7,18 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import AnySizedDispatch, DispatchDynamicArgs, PlanArgs
+
 TOKEN_MAJOR = "token_major"
 """The layout that has a row for each (token, rank)."""
 
 Placed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def plan(a: Any) -> Placed:
+def plan(a: PlanArgs) -> Placed:
     """Return the results of :func:`placed` for ``capacity`` rows."""
     return placed(a, a.capacity)
 
 
-def placed(a: Any, num_rows: int | torch.SymInt) -> Placed:
+def placed(a: PlanArgs | AnySizedDispatch | DispatchDynamicArgs, num_rows: int | torch.SymInt) -> Placed:
     """Return send_rows [T, K], arrivals [4 R + W + 3], offs, counts and dropped [El], and recv_idx, all int32.
 
     R is ``num_rows``. recv_idx is [R, K] for token-major rows, else [0].

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
 
 import ep_ops
@@ -20,22 +21,38 @@ class Changed:
 
     def __init__(self, backend: Any, change: Change) -> None:
         self._right, self._change = backend, change
+        self._waiting = False  # a wait may run the whole operation, whose results it then changes
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._right, name)
-        if not callable(found) or not hasattr(torch.ops.ep, name) and name != "wait":
-            return found
+        return getattr(self._right, name)
 
-        def run(*args: Any) -> Any:
-            operator = f"{args[1]}_wait" if name == "wait" else name
-            results = found(*args)
-            alone = isinstance(results, torch.Tensor)
-            changed = self._change(operator, [results] if alone else list(results))
-            return changed[0] if alone else tuple(changed)
+    def changed(self, operator: str, results: Any) -> Any:
+        alone = isinstance(results, Tensor)
+        changed = self._change(operator, [results] if alone else list(results))
+        return changed[0] if alone else tuple(changed)
 
-        return run
+    def prepare(self, spec: Any) -> Any:
+        right = self._right.prepare(spec)
+
+        def bind(a: Any) -> Callable[[Any], Any]:
+            run = right.bind(a)
+            return lambda a: run(a) if self._waiting else self.changed(spec.kind, run(a))
+
+        return SimpleNamespace(bind=bind, start=right.start)
+
+    def wait(self, operator: str, *args: Any) -> Any:
+        self._waiting = True
+        try:
+            results = self._right.wait(operator, *args)
+        finally:
+            self._waiting = False
+        return self.changed(f"{operator}_wait", results)
 
 
-def using(comm: ep_ops.Communicator, change: Change) -> Any:
+@contextlib.contextmanager
+def using(comm: ep_ops.Communicator, change: Change) -> Iterator[None]:
     """``with using(comm, change): ...``: so does the backend that a communicator in checking mode compares."""
-    return mock.patch.object(comm.backend, "_backend", Changed(comm.backend._backend, change))
+    comm.calls.forget()
+    with mock.patch.object(comm.backend, "_backend", Changed(comm.backend._backend, change)):
+        yield
+    comm.calls.forget()

@@ -55,7 +55,7 @@ class ListTables(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ExpertLists(Launched):
+class MakeExpertLists(Launched):
     experts: int
 
     NAME: ClassVar[str] = "ep_expert_lists"

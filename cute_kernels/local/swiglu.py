@@ -45,7 +45,7 @@ class SwiGLUArgs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SwiGLU(RowPieces):
+class SwiGLURows(RowPieces):
     """`hidden_size` is F. With a `format`, rows leave as codes and scales in `layout`."""
 
     backward: bool = False

@@ -69,7 +69,7 @@ HALF_SLICE = 4
 """Vectors of a slice if a lane holds two sums in registers, in addition to the values that it adds."""
 
 
-class CombineArgs(NamedTuple):
+class ThroughputCombineArgs(NamedTuple):
     ranks: RankArgs
     y: Int64
     recv_weights: Int64
@@ -99,7 +99,7 @@ class Combine(SlicedKernel):
     sums are sent (../quantized_sums.py); empty for rows of the dtype.
     """
 
-    NAME, Args, WARPS = "ep_combine", CombineArgs, 15
+    NAME, Args, WARPS = "ep_combine", ThroughputCombineArgs, 15
 
     rows: bool
     weighted: bool
@@ -154,7 +154,7 @@ class Combine(SlicedKernel):
         return {"block": (32 * (self.WARPS + 1), 1, 1), **self.one_block}
 
     @cute.kernel
-    def kernel(self, args: CombineArgs) -> None:
+    def kernel(self, args: ThroughputCombineArgs) -> None:
         bid, blocks = block_ids()
         ranks = sync.Ranks(Heap(self.problem), args.ranks)
         p, rings = self.problem, (self.ring, self.sum_ring)
@@ -184,7 +184,7 @@ class Combine(SlicedKernel):
         operation.finish(ranks, blocks)
 
     @cute.jit
-    def take_part(self, ranks: sync.Ranks, dealt: Int32, shared: Any, args: CombineArgs) -> None:
+    def take_part(self, ranks: sync.Ranks, dealt: Int32, shared: Any, args: ThroughputCombineArgs) -> None:
         """Do a block's share. The blocks behind `dealt` push, although no items are dealt out to them."""
         p = self.problem
         bid, _, _ = arch.block_idx()
@@ -272,7 +272,7 @@ class Combine(SlicedKernel):
         )  # fmt: skip
 
     @cute.jit
-    def pass_on(self, ranks: sync.Ranks, block: Int32, blocks: Int32, args: CombineArgs) -> None:
+    def pass_on(self, ranks: sync.Ranks, block: Int32, blocks: Int32, args: ThroughputCombineArgs) -> None:
         """By `block` of so many that sum, all of its warps: what goes to and from other domains."""
         warps = self.WARPS + 1
         first = Int32(warp_id()) * blocks + block
@@ -380,7 +380,9 @@ class Combine(SlicedKernel):
         return rows, number, Float32(1.0), target, token
 
     @cute.jit
-    def with_residual(self, args: CombineArgs, token: Int32, held: Int32, complete: Boolean) -> tuple[Any, Int64]:
+    def with_residual(
+        self, args: ThroughputCombineArgs, token: Int32, held: Int32, complete: Boolean
+    ) -> tuple[Any, Int64]:
         """By a whole warp: return the bit mask of the rows to add, with the residual as one more, which is added last,
         and the address of the token's sum. If there is nothing to add, the sum is set to zeros."""
         target = args.out + Int64(token) * self.problem.row_bytes
@@ -396,7 +398,7 @@ class Combine(SlicedKernel):
 
     @cute.jit
     def return_scalar(
-        self, ranks: sync.Ranks, args: CombineArgs, token: Int32, copy: Copies, row: Int32, complete: Boolean
+        self, ranks: sync.Ranks, args: ThroughputCombineArgs, token: Int32, copy: Copies, row: Int32, complete: Boolean
     ) -> None:
         """By a warp, after the waits for a token's copies: lane k, which has the row of the token's k-th expert, writes
         its scalar; 0 if there is no row, or if the token is not `complete`."""

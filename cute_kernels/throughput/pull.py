@@ -35,7 +35,7 @@ from ..quantize import decode, exact_scale, numbers_of
 from ..swizzled import Begins
 from .pipeline import deal_out, run
 from .ring import MAX_PIECE, Ring, RingShape, init_ring_barriers
-from .staged import Segments, await_rows, clear_padding, new_known, source_row
+from .staged import SegmentEnds, await_rows, clear_padding, new_known, source_row
 from .surplus import BlockBudget, Parts, count_parts, takes_part
 
 
@@ -177,7 +177,7 @@ class Pull(Kernel):
             self.move_rows(ranks, ring, (targets, sources, mine), (warp, number), args)
         elif number < args.dealt:
             if args.zeros != 0:
-                segments = Segments(args.offs, args.counts, args.alignment)
+                segments = SegmentEnds(args.offs, args.counts, args.alignment)
                 to = self.arrived(ranks, args)
                 clear_padding(ranks, segments, not self.placed, self.delivery, to, self.weights, args.dealt)
         if const_expr(not self.begins_operation and not self.joins):

@@ -24,7 +24,7 @@ from ..launch import RankArgs
 from .adder import Notes
 from .pipeline import deal_out, run
 from .ring import Ring, SlicedKernel, init_ring_barriers
-from .staged import Segments, await_rows, clear_padding, new_known, source_row
+from .staged import SegmentEnds, await_rows, clear_padding, new_known, source_row
 
 GRADIENT = 32
 """What is noted of a stage that holds a slice of g; of other stages it is their row's number in the copy."""
@@ -98,7 +98,7 @@ class PullScaled(SlicedKernel):
             mine = cute.make_tensor(known.iterator + warp * world_size, cute.make_layout(world_size))
             self.move(ranks, ring, (notes, sources, mine), warp, args)
         else:
-            segments = Segments(args.offs, args.counts, args.alignment)
+            segments = SegmentEnds(args.offs, args.counts, args.alignment)
             to = Arrived(args.grad_y, args.grad_weights, Int64(0), args.num_rows, Int32(0))
             clear_padding(ranks, segments, True, Delivery(self.problem), to, True, blocks)
         if const_expr(not self.begins_operation):

@@ -105,7 +105,7 @@ def source_row(
     return at
 
 
-class Segments(NamedTuple):
+class SegmentEnds(NamedTuple):
     """Where the rows of each local expert lie."""
 
     offs: Int64  # padded end of each
@@ -115,7 +115,7 @@ class Segments(NamedTuple):
 
 @cute.jit
 def clear_padding(
-    ranks: sync.Ranks, segments: Segments, given: cutlass.Constexpr[bool], delivery: cutlass.Constexpr[Delivery],
+    ranks: sync.Ranks, segments: SegmentEnds, given: cutlass.Constexpr[bool], delivery: cutlass.Constexpr[Delivery],
     to: Arrived, weights: cutlass.Constexpr[bool], blocks: Int32,
 ) -> None:  # fmt: skip
     """One warp of each of the first `blocks` blocks: zero the rows between each segment's last row and its padded end,

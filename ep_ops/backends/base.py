@@ -1,7 +1,4 @@
-"""The interface of backends. Arguments have passed :mod:`ep_ops.checks`; every result is a new tensor.
-
-W ranks, T tokens of this rank, K = top_k, El local experts, R rows, H hidden size.
-"""
+"""The interface of backends. Arguments have passed :mod:`ep_ops.checks`; every result is a new tensor."""
 
 from __future__ import annotations
 
@@ -10,11 +7,26 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..records import Delivery, DispatchTensors, Operation, Placed, Received, Route, Sizes
+from meta_kernels.arguments import Args
+
+from ..records import Operation
+from ..specs import Spec
 from .budget import Budget
 
 Formats = Sequence[tuple[str, str]]
 """Formats of rows, each with the layout of its scales ("": the first): see docs/formats.md."""
+
+
+class Prepared(Protocol):
+    """How a backend runs the calls of one specification. Arguments are those of the operators
+    (``meta_kernels.arguments``), and results those that their schemas name."""
+
+    def bind(self, a: Args) -> Callable[[Any], Any]:
+        """Return a function that runs calls with the sizes and shapes of these arguments, and takes theirs."""
+
+    def start(self, a: Args) -> Callable[[Any], Tensor]:
+        """Return a function that starts such calls, each in the flight of its arguments, and returns the ticket,
+        float32 [0]."""
 
 
 class Backend(Protocol):
@@ -26,53 +38,12 @@ class Backend(Protocol):
 
     # ------------------------------------------------------------------ operators
 
-    def plan(self, topk_idx: Tensor, sizes: Sizes) -> Placed: ...
+    def prepare(self, spec: Spec) -> Prepared:
+        """Return how calls of a specification are run."""
 
-    def dispatch(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
-    ) -> DispatchTensors: ...
-
-    def dispatch_dynamic(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
-    ) -> DispatchTensors:
-        """Dispatch into as many rows as are received; ``sizes.capacity`` is UNBOUNDED."""
-
-    def dispatch_planned(
-        self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery
-    ) -> Received: ...
-
-    def combine(
-        self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None, format: str = ""
-    ) -> Tensor:
-        """Return out [T, H]. ``format``: format in which sums are sent, one of ``COMBINE_FORMATS`` or empty."""
-
-    def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
-        """Return out [T, H]."""
-
-    def dispatch_backward(
-        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
-    ) -> tuple[Tensor, Tensor]:
-        """Return grad_x [T, H] or [0], and grad_topk_weights [T, K] or [0]. grad_recv_weights is [R], token-major [R,
-        K]."""
-
-    def combine_backward(
-        self, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
-    ) -> tuple[Tensor, Tensor]:
-        """Return grad_y [R, H], and grad_recv_weights [R] ([0] unless y and recv_weights are given)."""
-
-    def bind(self, operator: str, *args: Any) -> Callable[..., Any] | None:
-        """Return a function that runs ``operator`` faster for other tensors of the same shapes and dtypes as these
-        arguments of its method, or None if there is none. It takes (x, topk_weights, topk_idx) for a dispatch, and
-        (y, recv_weights, *route.tensors) for a combine."""
-
-    # Split operations, each in a flight 0 .. FLIGHTS - 1, of "dispatch", "combine" and their gradients.
-
-    def start(self, flight: int, operator: str, *args: Any) -> Tensor:
-        """Start ``operator`` with the arguments of its method, and return the ticket, float32 [0]."""
-
-    def wait(self, flight: int, operator: str, *args: Any) -> Any:
-        """Finish ``operator`` and return its results. ``args``: those of the start, or for gradients a function that
-        makes two tensors of the sizes of the results."""
+    def wait(self, operator: str, flight: int, again: Callable[[], Any]) -> Any:
+        """Finish the split operation (its name without "_start") of a flight and return its results. ``again`` returns
+        results for tools that call waits without starts."""
 
     def end_flights(self) -> None:
         """Wait for the split operations in progress and drop their results. Raises nothing."""

@@ -10,19 +10,20 @@ import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from meta_kernels.arguments import AnyCombineBackward, AnyStart, Args, CombineBackwardArgs, CombineBackwardStartArgs
+
 from .. import arrivals
 from ..config import Member
-from ..records import Route
-from .base import Backend
+from ..specs import CombineBackwardSpec, Spec
+from .base import Backend, Prepared
 from .reference import ReferenceBackend
-from .split import parts_of
 
 BY_ROW = frozenset({"recv_x", "recv_weights", "grad_y", "grad_recv_weights"})
 """Outputs with one entry for each row of the receive buffer, some of which are undefined."""
@@ -45,7 +46,7 @@ class CheckedBackend:
         self._device = member.device
         self._operations = 0
         self._unmet = False  # whether the operator has raised before the reference backend ran
-        self._given: dict[int, tuple[str, tuple[Any, ...], str]] = {}  # flight -> operator, arguments, layer
+        self._started: dict[int, tuple[Spec, Any, str]] = {}  # flight -> specification, arguments, layer
         if member.rank == 0:
             warnings.warn(
                 f"EP_OPS_CHECK is 1: every operation of communicator {member.name!r} also runs on the reference"
@@ -54,22 +55,39 @@ class CheckedBackend:
             )  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:
-        """Return a compared operator, or another attribute of the backend."""
-        found = getattr(self._backend, name)
-        compared = callable(found) and hasattr(torch.ops.ep, name)
-        return functools.partial(self._run, name, found) if compared else found
+        """Return an attribute of the backend, other than an operator."""
+        return getattr(self._backend, name)
 
-    def bind(self, operator: str, *args: Any) -> None:
-        """Return None, so that every call is compared."""
+    def prepare(self, spec: Spec) -> Prepared:
+        return Compared(self, spec, self._backend.prepare(spec))
 
-    def start(self, flight: int, operator: str, *args: Any) -> Tensor:
-        return self._run(f"{operator}_start", self._backend.start, flight, operator, *args)
+    def start(self, spec: Spec, start: Callable[[Any], Tensor], a: AnyStart) -> Tensor:
+        """Start an operation, whose wait compares it."""
+        with self._meeting(f"{spec.kind}_start"):
+            made = start(a)
+        self._started[a.flight] = spec, a, calling_layer()
+        return made
 
-    def wait(self, flight: int, operator: str, *args: Any) -> Any:
-        return self._run(f"{operator}_wait", self._backend.wait, flight, operator, *args)
+    def wait(self, operator: str, flight: int, again: Callable[[], Any]) -> Any:
+        if flight in self._started:  # what runs again is not compared twice
+            spec, a, _ = self._started[flight]
+            again = functools.partial(self._backend.prepare(spec).bind(a), a)
+        with self._meeting(f"{operator}_wait"):
+            got = self._backend.wait(operator, flight, again)
+            self._synchronize()
+        spec, a, layer = self._started.pop(flight)
+        return self._compared(f"{operator}_wait", spec, a, got, layer)
 
-    def _run(self, operator: str, method: Callable[..., Any], *args: Any) -> Any:
-        (whole, part), layer = parts_of(operator), calling_layer()
+    def run(self, spec: Spec, run: Callable[[Any], Any], a: Args) -> Any:
+        """Run a whole operation and compare it."""
+        with self._meeting(spec.kind):
+            got = run(a)
+            self._synchronize()
+        return self._compared(spec.kind, spec, a, got, calling_layer())
+
+    @contextlib.contextmanager
+    def _meeting(self, operator: str) -> Iterator[None]:
+        """Run what the selected backend does, before the reference backend runs."""
         self._unmet = False
         if _capturing(self._device):
             raise RuntimeError(
@@ -77,22 +95,22 @@ class CheckedBackend:
                 " 1: it is compared on the host. Run without CUDA graphs, or without EP_OPS_CHECK."
             )
         try:
-            got = method(*args)
-            if part == "start":
-                self._given[args[0]] = whole, args[2:], layer
-                return got
-            if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()
-            self._backend.check_errors()
+            yield
         except Exception:
             self._unmet = True
             raise
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._backend.check_errors()
+
+    def _compared(self, operator: str, spec: Spec, a: Args, got: Any, layer: str) -> Any:
+        """Return the results of the selected backend if all ranks find them equal to those of the reference backend."""
         self._operations += 1
-        if part:
-            _, args, layer = self._given.pop(args[0])
-        expected = getattr(self._reference, whole)(*args)
-        slack = self._rounding(*args) if whole == "combine_backward" else None
-        text = self._difference(whole, args, got, expected, slack)
+        expected = self._reference.prepare(spec).bind(a)(a)
+        slack = self._rounding(a) if isinstance(a, (CombineBackwardArgs, CombineBackwardStartArgs)) else None
+        text = self._difference(spec.kind, a, got, expected, slack)
         noted = [said.partition("|") for said in self._reference.exchange.all_gather_text(f"{layer}|{text}")]
         self._compare_layers(operator, [calling for calling, _, _ in noted])
         found = [difference for _, _, difference in noted]
@@ -115,9 +133,9 @@ class CheckedBackend:
             )
 
     def end_flights(self) -> None:
-        for flight, (whole, *_) in [*self._given.items()]:
+        for flight, (spec, *_) in [*self._started.items()]:
             with contextlib.suppress(Exception):
-                self.wait(flight, whole)
+                self.wait(spec.kind, flight, _nothing)
 
     def interrupted(
         self, operator: str, error: BaseException, again: Callable[[], Any], flight: int = 0, max_tokens: Any = 0
@@ -157,15 +175,16 @@ class CheckedBackend:
 
     # ------------------------------------------------------------------ comparison
 
-    def _rounding(self, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route) -> Tensor | None:
+    def _rounding(self, a: AnyCombineBackward) -> Tensor | None:
         """Return the largest difference of two sums of the same products in different orders, [R]. Collective."""
-        if y is None or recv_weights is None:
+        if a.y is None or a.recv_weights is None:
             return None
-        _, magnitude = self._reference.combine_backward(grad_out.abs(), y.abs(), recv_weights, route)
+        absolute = a._replace(grad_out=a.grad_out.abs(), y=a.y.abs())
+        _, magnitude = self._reference.prepare(CombineBackwardSpec.of(a)).bind(absolute)(absolute)
         exact = torch.finfo(magnitude.dtype)
-        return y.shape[1] * (exact.eps * magnitude + exact.tiny)
+        return a.y.shape[1] * (exact.eps * magnitude + exact.tiny)
 
-    def _difference(self, operator: str, args: Any, got: Any, expected: Any, slack: Tensor | None) -> str:
+    def _difference(self, operator: str, a: Args, got: Any, expected: Any, slack: Tensor | None) -> str:
         """Return a text for the first difference, or "". Integers come first: different routes have different rows."""
         if isinstance(expected, Tensor):
             got, expected = (got,), (expected,)
@@ -182,19 +201,16 @@ class CheckedBackend:
             elif name == "recv_scales":
                 wrong &= ~_undefined(right)
             elif name in BY_ROW and right.numel():
-                wrong &= self._owned(returned, args).view(-1, *[1] * (right.dim() - 1)) | ~right.isnan()
+                wrong &= self._owned(returned, a).view(-1, *[1] * (right.dim() - 1)) | ~right.isnan()
             if name == "grad_recv_weights" and slack is not None:
                 wrong &= ~(((mine - right).abs() <= slack) | slack.isinf())
             if bool(wrong.any()):
                 return self._text(name, mine, right, wrong)
         return ""
 
-    def _owned(self, returned: dict[str, tuple[Tensor, Tensor]], args: Any) -> Tensor:
+    def _owned(self, returned: dict[str, tuple[Tensor, Tensor]], a: Any) -> Tensor:
         """Return which rows of the receive buffer hold a token, bool [R]. Undefined rows of the reference are NaN."""
-        if "arrivals" in returned:
-            lists = returned["arrivals"][1]
-        else:
-            lists = next(arg for arg in args if isinstance(arg, Route)).arrivals
+        lists = returned["arrivals"][1] if "arrivals" in returned else a.arrivals
         return arrivals.recv_from(lists, arrivals.rows_of(lists.numel(), self._world_size)) >= 0
 
     def _text(self, name: str, mine: Tensor, right: Tensor, wrong: Tensor) -> str:
@@ -205,6 +221,23 @@ class CheckedBackend:
             f"{name}{index} is {here!r} on rank {self._rank}, the reference has {there!r} ({int(wrong.sum())} of"
             f" {wrong.numel()} numbers differ)"
         )
+
+
+class Compared:
+    """How the calls of one specification are run and compared."""
+
+    def __init__(self, backend: CheckedBackend, spec: Spec, prepared: Prepared) -> None:
+        self._backend, self._spec, self._prepared = backend, spec, prepared
+
+    def bind(self, a: Args) -> Callable[[Any], Any]:
+        return functools.partial(self._backend.run, self._spec, self._prepared.bind(a))
+
+    def start(self, a: Args) -> Callable[[Any], Tensor]:
+        return functools.partial(self._backend.start, self._spec, self._prepared.start(a))
+
+
+def _nothing() -> None:
+    """Stand for results that nobody uses."""
 
 
 def calling_layer() -> str:

@@ -11,7 +11,7 @@ def ticket(device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.float32, device=device)
 
 
-class Order:
+class FlightOrder:
     """Check the order of split operations. A wait must follow the start of the same operation in its flight. While one
     is in progress, only split operations of other flights are allowed."""
 

@@ -20,7 +20,7 @@ from .model_formulas import (
     MEMORY,
     Gpu,
     Layout,
-    Wire,
+    WireSpeed,
     combine_bytes,
     dispatch_bytes,
     few_bytes,
@@ -60,7 +60,7 @@ H200 = Gpu(
 )
 """What `measured_gpu` of benchmarks/scale_model.py derives from the recorded runs."""
 
-INFINIBAND = Wire(
+INFINIBAND = WireSpeed(
     "InfiniBand, GPU-initiated",
     rate=45e9,
     latency=8.35,
@@ -69,7 +69,7 @@ INFINIBAND = Wire(
     " included, are 45 across); put and signal 16.7 µs there and back (NCCL GIN on H100, arXiv 2511.15076);"
     " 50 million puts a second (assumed)",
 )
-EFA = Wire(
+EFA = WireSpeed(
     "EFA, proxies",
     rate=43.5e9,
     latency=20.0,
@@ -97,7 +97,7 @@ def model(gpu: Gpu, many_tokens: int, few_tokens: int, limit: int) -> Found:
 
 def predictions(gpu: Gpu, many_tokens: int, few_tokens: int, limit: int) -> list[dict[str, Any]]:
     """Return predictions for one domain, and for several domains of 8 and of 72 ranks with each wire."""
-    cases: list[tuple[Wire | None, int, tuple[int, ...]]] = [(None, 72, ONE_DOMAIN)]
+    cases: list[tuple[WireSpeed | None, int, tuple[int, ...]]] = [(None, 72, ONE_DOMAIN)]
     cases += [(wire, size, ranks) for wire in WIRES for size, ranks in DOMAIN_SIZES.items()]
     found = []
     for wire, size, ranks in cases:

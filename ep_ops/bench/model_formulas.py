@@ -284,7 +284,7 @@ class Gpu:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wire:
+class WireSpeed:
     """A rank's network."""
 
     name: str
@@ -311,7 +311,7 @@ def passing_rows(op: str, copies: float, reached: float, expanded: float, tokens
     return 2 * tokens + copies + expanded
 
 
-def many_us(gpu: Gpu, wire: Wire | None, layout: Layout, op: str) -> float:
+def many_us(gpu: Gpu, wire: WireSpeed | None, layout: Layout, op: str) -> float:
     """Return the µs of a throughput dispatch or combine."""
     t = expected(layout)
     moved = combine_bytes(layout) if op == "combine" else dispatch_bytes(layout)
@@ -329,7 +329,7 @@ def many_us(gpu: Gpu, wire: Wire | None, layout: Layout, op: str) -> float:
     return layout.rounds * constant + max(alone, far_us(wire, moved))
 
 
-def few_us(gpu: Gpu, layout: Layout, combine: bool, wire: Wire | None = None) -> float:
+def few_us(gpu: Gpu, layout: Layout, combine: bool, wire: WireSpeed | None = None) -> float:
     """Return the µs of a latency dispatch or combine."""
     moved = few_bytes(layout, combine, 1 if wire is None else wire.rows)
     near = 1e6 * moved.near / gpu.push
@@ -339,13 +339,13 @@ def few_us(gpu: Gpu, layout: Layout, combine: bool, wire: Wire | None = None) ->
     return constant + max(near, bundling_us(layout, wire) + wire.latency + far_us(wire, moved))
 
 
-def bundling_us(layout: Layout, wire: Wire) -> float:
+def bundling_us(layout: Layout, wire: WireSpeed) -> float:
     """Return the µs before the first of several rows for a rank can be put, because a block assembles them."""
     rows = min(wire.rows, expected(layout).few_far / (layout.ranks - layout.domain_ranks))
     return 0.0 if wire.rows == 1 else 1e6 * rows * layout.heap.row_stride / BUNDLING
 
 
-def far_us(wire: Wire, moved: Bytes) -> float:
+def far_us(wire: WireSpeed, moved: Bytes) -> float:
     return max(1e6 * moved.far / wire.rate, moved.puts * wire.put)
 
 

@@ -123,7 +123,8 @@ class Run(contextlib.AbstractContextManager[Any]):
 
     def communicator(self, workload: Workload, **options: Any) -> Communicator:
         """Create a communicator of the workload's sizes and record what the file says about it. Collective."""
-        domains = {name: getattr(self.args, name, None) for name in ("domain_size", "staging_bytes")}
+        names = "domain_size", "staging_bytes"
+        domains: dict[str, Any] = {name: getattr(self.args, name, None) for name in names}
         comm = Communicator(
             num_experts=workload.experts, hidden_size=workload.hidden, top_k=workload.top_k,
             max_tokens_per_rank=workload.tokens, dtype=workload.torch_dtype, device=self.device,

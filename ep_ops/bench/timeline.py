@@ -22,7 +22,7 @@ LANES = {"GEMMs": "#57a0d3", "other": "#8a8a8a", "communication": "#e08e79"}
 """Kinds of kernels, and their colors in a picture."""
 
 
-class Kernel(NamedTuple):
+class KernelSpan(NamedTuple):
     start: float  # µs
     end: float
     name: str
@@ -35,7 +35,7 @@ class Kernel(NamedTuple):
         return "GEMMs" if "gemm" in self.name.lower() or "nvjet" in self.name else "other"
 
 
-def timeline(run: Callable[[], Any], barrier: Callable[[], None]) -> list[Kernel]:
+def timeline(run: Callable[[], Any], barrier: Callable[[], None]) -> list[KernelSpan]:
     """Return the kernels of `run` on this GPU by start time, relative to the first one. Collective. Other kernels run
     before `run`, because the profiler may lose the first ones; `barrier` lines up the ranks."""
     from torch.autograd import DeviceType
@@ -51,14 +51,14 @@ def timeline(run: Callable[[], Any], barrier: Callable[[], None]) -> list[Kernel
         run()
         torch.cuda.synchronize()
     events = [event for event in seen.events() or () if event.device_type == DeviceType.CUDA]
-    return after_sleep(sorted(Kernel(e.time_range.start, e.time_range.end, e.name[:NAME]) for e in events))
+    return after_sleep(sorted(KernelSpan(e.time_range.start, e.time_range.end, e.name[:NAME]) for e in events))
 
 
-def after_sleep(kernels: list[Kernel]) -> list[Kernel]:
+def after_sleep(kernels: list[KernelSpan]) -> list[KernelSpan]:
     """Return the kernels after the first sleep, relative to the first one of them."""
     slept = next((kernel.end for kernel in kernels if SLEEP in kernel.name), 0.0)
     kernels = [kernel for kernel in kernels if kernel.start >= slept]
-    return [Kernel(k.start - kernels[0].start, k.end - kernels[0].start, k.name) for k in kernels]
+    return [KernelSpan(k.start - kernels[0].start, k.end - kernels[0].start, k.name) for k in kernels]
 
 
 def picture(run: dict[str, Any], dtype: str, timelines: dict[str, list[Any]], path: Path) -> Path:
@@ -67,7 +67,7 @@ def picture(run: dict[str, Any], dtype: str, timelines: dict[str, list[Any]], pa
     lines = {name: kernels for name, kernels in timelines.items() if kernels}
     figure, axes = plt.subplots(len(lines), 1, figsize=(10, 1 + 1.4 * len(lines)), sharex=True, squeeze=False)
     for axis, (name, line) in zip(axes[:, 0], lines.items(), strict=True):
-        kernels = [Kernel(*kernel) for kernel in line]
+        kernels = [KernelSpan(*kernel) for kernel in line]
         for place, (lane, color) in enumerate(LANES.items()):
             bars = [(k.start / 1e3, (k.end - k.start) / 1e3) for k in kernels if k.lane == lane]
             axis.broken_barh(bars, (place - 0.4, 0.8), facecolors=color)

@@ -26,11 +26,12 @@ from ep_ops.communicator import Communicator
 from ep_ops.nn.few_rows import few_rows_mlp
 from ep_ops.nn.gemms import Choice, choose
 from ep_ops.nn.grouped import Gemms
-from ep_ops.nn.live_rows import swiglu_rows
+from ep_ops.nn.live_rows import SWIGLU, SWIGLU_BACKWARD, swiglu_rows
 from ep_ops.nn.scaled import ROW, scaled_grouped_mm
-from ep_ops.operators.eager import call
+from ep_ops.operators.gradients import DISPATCH_BACKWARD_START, DISPATCH_BACKWARD_WAIT
 from ep_ops.operators.once import once
 from ep_ops.records import Dispatched
+from meta_kernels.arguments import DispatchBackwardStartArgs, DispatchBackwardWaitArgs
 
 
 class Computed(NamedTuple):
@@ -138,7 +139,7 @@ class _Late(torch.autograd.Function):
         topk_idx, *_, offs, counts = route
         product = how.gemms.product
         y = product(recv_x, w_in, offs)
-        h = call("swiglu", y, offs, counts, how.alignment, 0)
+        h = SWIGLU(y, offs, counts, how.alignment, 0)
         weights = recv_weights.clone()
         if not ctx.needs_input_grad[1]:
             ctx.mark_non_differentiable(weights)
@@ -157,14 +158,23 @@ class _Late(torch.autograd.Function):
         product, weights_gradient, _ = gemms
         grad_y = grad_y.contiguous()
         grad_h = product(grad_y, w_out.transpose(1, 2), offs)
-        grad_inner = call("swiglu_backward", grad_h, y, offs, counts, alignment, 0)
+        grad_inner = SWIGLU_BACKWARD(grad_h, y, offs, counts, alignment, 0)
         del grad_h
         rows = product(grad_inner, w_in.transpose(1, 2), offs) if asks_x else None
         scalars = grad_weights.contiguous() if asks_weights else None
-        ticket = call("dispatch_backward_start", rows, scalars, *route, alignment, max_tokens, comm, layout, flight)
+        topk_idx, send_rows, arrivals, offs, counts = route
+        start = DispatchBackwardStartArgs(
+            grad_recv_x=rows, grad_recv_weights=scalars, topk_idx=topk_idx, send_rows=send_rows, arrivals=arrivals,
+            offs=offs, counts=counts, alignment=alignment, max_tokens=max_tokens, comm=comm, layout=layout,
+            flight=flight,
+        )  # fmt: skip
+        ticket = DISPATCH_BACKWARD_START.call(start)
         given = [tensor for tensor in (rows, scalars, *route) if tensor is not None]  # alive until the wait
-        sizes = tokens, hidden if asks_x else 0, top_k if asks_weights else 0
-        wait = functools.partial(call, "dispatch_backward_wait", ticket, given, ctx.dtype, *sizes, comm, flight)
+        end_of_start = DispatchBackwardWaitArgs(
+            ticket=ticket, given=given, dtype=ctx.dtype, tokens=tokens, hidden=hidden if asks_x else 0,
+            top_k=top_k if asks_weights else 0, comm=comm, flight=flight,
+        )  # fmt: skip
+        wait = functools.partial(DISPATCH_BACKWARD_WAIT.call, end_of_start)
         try:
             grad_in = weights_gradient(recv_x, grad_inner, offs) if asks_in else None
             grad_out = weights_gradient(h, grad_y, offs) if asks_out else None

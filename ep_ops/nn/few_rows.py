@@ -24,8 +24,7 @@ from ep_ops import formats
 from ep_ops.formats import Segments
 from ep_ops.inputs import autocasts
 from ep_ops.nn.grouped import grouped_mm, weights_gradient
-from ep_ops.nn.live_rows import kernels_on
-from ep_ops.operators.eager import call
+from ep_ops.nn.live_rows import SWIGLU, SWIGLU_BACKWARD, kernels_on
 from ep_ops.operators.library import define, differentiate
 from ep_ops.records import Route, check_types
 
@@ -72,7 +71,7 @@ def few_rows_mlp(x: Tensor, w_in: Tensor, w_out: Tensor, route: Route, ranks: in
     for name, w in (("w_in", w_in), ("w_out", w_out)):
         if w.dtype != x.dtype:
             raise TypeError(f"{name} has dtype {w.dtype}; allowed: {x.dtype}, the dtype of x")
-    return call("few_rows_mlp", x, w_in, w_out, *segments, route.max_tokens, route.topk_idx.shape[1], ranks)
+    return _FEW_ROWS_MLP(x, w_in, w_out, *segments, route.max_tokens, route.topk_idx.shape[1], ranks)
 
 
 # The operator takes rows, weights, offs, counts, alignment, the bound on the tokens of a rank, top_k, and the number of
@@ -130,17 +129,17 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     of_x = of_in = of_out = None
     if asks_x or asks_in:
         of_h = grouped_mm(grad, w_out.transpose(1, 2), offs)
-        of_inner = call("swiglu_backward", of_h, inner, offs, counts, ctx.alignment, 0)
+        of_inner = SWIGLU_BACKWARD(of_h, inner, offs, counts, ctx.alignment, 0)
         of_x = grouped_mm(of_inner, w_in.transpose(1, 2), offs) if asks_x else None
         of_in = weights_gradient(x, of_inner, offs) if asks_in else None
     if asks_out:
-        of_out = weights_gradient(call("swiglu", inner, offs, counts, ctx.alignment, 0), grad, offs)
+        of_out = weights_gradient(SWIGLU(inner, offs, counts, ctx.alignment, 0), grad, offs)
     return of_x, of_in, of_out, *(None for _ in range(6))
 
 
 # With the strides of the trace: transposed weights are not copied.
-define(
+_FEW_ROWS_MLP = define(
     "few_rows_mlp(Tensor x, Tensor w_in, Tensor w_out, Tensor offs, Tensor counts, int alignment, "
     "SymInt tokens, SymInt top_k, int ranks) -> Tensor y", _mlp, _fake, (torch.Tag.needs_exact_strides,),
 )  # fmt: skip
-differentiate("few_rows_mlp", _gradient, _save)
+differentiate(_FEW_ROWS_MLP, _gradient, _save)

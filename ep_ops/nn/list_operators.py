@@ -6,9 +6,7 @@ They do not synchronize the host. The first call compiles a kernel; it must come
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +14,6 @@ from torch import Tensor
 from ep_ops.arrivals import size, views
 from ep_ops.formats import round_up
 from ep_ops.nn.live_rows import kernels_on
-from ep_ops.operators.eager import call
 from ep_ops.operators.library import define
 from ep_ops.records import UNKNOWN_ROW
 
@@ -140,16 +137,13 @@ def _ks(places: Tensor) -> Tensor:
     return torch.arange(places.shape[1], device=places.device)
 
 
-define(
+expert_lists = define(
     "expert_lists(Tensor local_idx, int num_local_experts, int alignment, SymInt length)"
     " -> (Tensor rows, Tensor flat, Tensor places, Tensor offs, Tensor counts, Tensor dropped)",
     _lists, _fake_lists,
 )  # fmt: skip
-define(
+places_route = define(
     "places_route(Tensor topk_idx, Tensor send_rows, Tensor arrivals, Tensor places, SymInt num_places, int rank,"
     " int[] experts_per_rank) -> (Tensor new_arrivals, Tensor new_send_rows)",
     _route, _fake_route,
 )  # fmt: skip
-
-expert_lists: Any = functools.partial(call, "expert_lists")
-places_route: Any = functools.partial(call, "places_route")

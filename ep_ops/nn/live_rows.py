@@ -26,7 +26,7 @@ from torch import Tensor
 from ep_ops import formats
 from ep_ops.formats import Grid, ScaleLayout, Segments
 from ep_ops.group.topology import lack_of_kernels
-from ep_ops.operators.eager import call, refuse_transforms
+from ep_ops.operators.eager import refuse_transforms
 from ep_ops.operators.gradients import free_gradient
 from ep_ops.operators.library import define, differentiate
 from ep_ops.records import Route, check_types
@@ -53,7 +53,7 @@ def swiglu_rows(gate_and_up: Tensor, route: Route) -> Tensor:
         TypeError: ``gate_and_up`` is not a tensor, or its dtype is not bfloat16, float16, float32 or float64; ``route``
             is not a Route.
     """
-    return call("swiglu", *_checked(gate_and_up, route))
+    return SWIGLU(*_checked(gate_and_up, route))
 
 
 def swiglu_quantized(
@@ -81,7 +81,7 @@ def swiglu_quantized(
     formats.refuse_hidden(gate_and_up.shape[1] // 2, form)
     if gate_and_up.dtype == torch.float64:
         raise TypeError("gate_and_up has dtype torch.float64; allowed for quantization: bfloat16, float16, float32")
-    codes, scales = call("swiglu_quantized", *rows, format, layout)
+    codes, scales = _SWIGLU_QUANTIZED(*rows, format, layout)
     grid = Grid(codes.shape[0], route.slots, route.offs.shape[0], codes.shape[1])
     return codes, formats.view(scales, layout, grid)
 
@@ -137,10 +137,10 @@ def kernels_on(device: torch.device) -> Any:
 
 
 def _kernel(x: Tensor, hidden: int, *rest: Any) -> Any:
-    from cute_kernels.local.swiglu import SwiGLU
+    from cute_kernels.local.swiglu import SwiGLURows
     from ep_ops.backends.cute.sizing import DTYPES
 
-    return SwiGLU(hidden, DTYPES[x.dtype], *rest)
+    return SwiGLURows(hidden, DTYPES[x.dtype], *rest)
 
 
 def _fake_swiglu(x: Tensor, *_: Any) -> Tensor:
@@ -234,15 +234,15 @@ def _gradient(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
     own = None
     if grad is not None and ctx.needs_input_grad[0]:
         x, offs, counts = ctx.saved_tensors
-        own = call("swiglu_backward", grad.to(x.dtype), x, offs, counts, *ctx.sizes)
+        own = SWIGLU_BACKWARD(grad.to(x.dtype), x, offs, counts, *ctx.sizes)
     return (own, *(None for _ in range(ctx.others)))
 
 
-define(f"swiglu(Tensor x, {_ROWS}) -> Tensor out", _swiglu, _fake_swiglu)
-define(f"swiglu_backward(Tensor grad, Tensor x, {_ROWS}) -> Tensor grad_x", _backward, _fake_backward)
-define(
+SWIGLU = define(f"swiglu(Tensor x, {_ROWS}) -> Tensor out", _swiglu, _fake_swiglu)
+SWIGLU_BACKWARD = define(f"swiglu_backward(Tensor grad, Tensor x, {_ROWS}) -> Tensor grad_x", _backward, _fake_backward)
+_SWIGLU_QUANTIZED = define(
     f"swiglu_quantized(Tensor x, {_ROWS}, str format, str layout) -> (Tensor codes, Tensor scales)", _quantized,
     _fake_quantized,
 )  # fmt: skip
-differentiate("swiglu", _gradient, _save)
-differentiate("swiglu_quantized", _gradient, _save)
+differentiate(SWIGLU, _gradient, _save)
+differentiate(_SWIGLU_QUANTIZED, _gradient, _save)

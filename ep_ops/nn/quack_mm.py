@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ep_ops.nn.grouped import Gemms
-from ep_ops.operators.eager import call
 from ep_ops.operators.library import define
 from ep_ops.records import check_types
 
@@ -43,7 +42,7 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 def weights_gradient(x: Tensor, grad: Tensor, offs: Tensor) -> Tensor:
     """Return the gradient [El, M, N] of w in ``grouped_mm(x, w, offs)``, from x [R, M] and ``grad`` [R, N]."""
     check_types(Tensor, x=x, grad=grad, offs=offs)
-    return call("quack_mm", x.contiguous(), grad.contiguous(), offs)
+    return _QUACK_MM(x.contiguous(), grad.contiguous(), offs)
 
 
 GEMMS = Gemms(grouped_mm, weights_gradient, late=True)
@@ -54,13 +53,13 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
         ctx.save_for_backward(x, w, offs)
-        return call("quack_mm", x.contiguous(), w, offs)
+        return _QUACK_MM(x.contiguous(), w, offs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, w, offs = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_x = call("quack_mm", grad, w.transpose(1, 2), offs) if ctx.needs_input_grad[0] else None
+        grad_x = _QUACK_MM(grad, w.transpose(1, 2), offs) if ctx.needs_input_grad[0] else None
         grad_w = weights_gradient(x, grad, offs) if ctx.needs_input_grad[1] else None
         return grad_x, grad_w, None
 
@@ -83,7 +82,7 @@ def _mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 # An operator, because Dynamo cannot be relied on to trace quack; with the strides of the trace, so that matrices are
 # not copied to be transposed.
-define("quack_mm(Tensor a, Tensor b, Tensor offs) -> Tensor", _mm, _fake, (torch.Tag.needs_exact_strides,))
+_QUACK_MM = define("quack_mm(Tensor a, Tensor b, Tensor offs) -> Tensor", _mm, _fake, (torch.Tag.needs_exact_strides,))
 
 
 def gemm(a: Tensor, b: Tensor, **how: Any) -> Tensor:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ep_ops.formats import exact_dtype
 from ep_ops.nn.live_rows import kernels_of
-from ep_ops.operators.eager import call
 from ep_ops.operators.library import LIBRARY, define
 
 
@@ -33,7 +32,7 @@ def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
     Returns:
         [B, H], zeros where no row is named.
     """
-    return call("sum_rows", x, index, None if weights is None else weights.to(exact_dtype(x.dtype)))
+    return _SUM_ROWS(x, index, None if weights is None else weights.to(exact_dtype(x.dtype)))
 
 
 def _fake(x: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
@@ -67,5 +66,5 @@ def _no_gradient(ctx: Any, grad: Tensor) -> None:
     raise NotImplementedError("ep::sum_rows has no gradient; allowed: ep_ops.nn.gather_rows and ep_ops.nn.reduce_rows")
 
 
-define("sum_rows(Tensor x, Tensor index, Tensor? weights) -> Tensor out", _sum_rows, _fake)
+_SUM_ROWS = define("sum_rows(Tensor x, Tensor index, Tensor? weights) -> Tensor out", _sum_rows, _fake)
 torch.library.register_autograd("ep::sum_rows", _no_gradient, lib=LIBRARY)

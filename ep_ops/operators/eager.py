@@ -7,49 +7,21 @@ goes directly to the implementation, or to the autograd function around it. ``to
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import NoneType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._C._dynamo.guards import TensorGuards  # type: ignore[attr-defined]
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from .. import registry
-from ..backends.base import Backend
 from ..records import is_ordinary, whole, wrong_type
 from .rejection import is_tracing, reject
-
-
-class Caller(Protocol):
-    """The attributes of a communicator that remembers its calls."""
-
-    name: str
-    backend: Backend
-    accepted: dict[Any, Any]  # calls that have passed their checks, see _accept
-
-
-class Unchecked(NamedTuple):
-    """How an operator runs on a backend without checks."""
-
-    bind: Callable[[Backend, tuple[Any, ...], tuple[Any, ...]], Callable[..., Any]]
-    """Function from (backend, tensors that the arguments begin with, other arguments) to a function that runs the
-    operator for other tensors like these."""
-    interrupted: Callable[[Backend, tuple[Any, ...], BaseException], None]
-    """Informs the other ranks that the operator raises on this rank; takes (backend, arguments, error)."""
-
-
-IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
-"""Operator name -> what runs on a CPU or a GPU."""
-UNCHECKED: dict[str, Unchecked] = {}
-"""Operator name -> how it runs without checks, for arguments like those of an earlier call. Only operators whose calls
-are remembered."""
-DIFFERENTIABLE: dict[str, Callable[..., Any]] = {}
-"""Operator name -> its implementation with its gradient, of operators that have one."""
 
 _TYPES: dict[str, frozenset[type]] = {
     "Tensor": frozenset({Tensor, torch.nn.Parameter}),
@@ -60,131 +32,138 @@ _TYPES: dict[str, frozenset[type]] = {
     "str": frozenset({str}),
     "bool": frozenset({bool}),
 }
-_ARGUMENTS: dict[str, tuple[frozenset[type], ...]] = {}
-"""Operator name -> the types that each of its arguments plainly has. Subclasses of Tensor may mean something else."""
+"""Types that arguments plainly have, by type in the schema. Subclasses of Tensor may mean something else."""
 
-
-_PLAIN: dict[str, set[tuple[type, ...]]] = {}
-"""Operator name -> types of arguments that were found to be plain."""
-_POSITIONS: dict[str, tuple[int, int, int, int]] = {}
-"""Operator name -> where among its tensors are the rows, the one that may be None (0: none may), ``topk_idx`` and
-``arrivals`` (0: there is none). Only operators whose calls are remembered."""
-_MOST_ACCEPTED = 1024  # calls that a communicator remembers
 _ALIGNED = 16  # bytes: rows begin at multiples of it, and arrivals at multiples of half of it
 
 
-def learn(name: str, run: Callable[..., Any], unchecked: Unchecked | None = None) -> None:
-    """Register what runs a defined operator, and the types of its arguments."""
-    arguments = getattr(torch.ops.ep, name).default._schema.arguments
-    IMPLEMENTATIONS[name], _PLAIN[name] = run, set()
-    _ARGUMENTS[name] = tuple(_TYPES[str(a.type)] for a in arguments)
-    names, kinds = [a.name for a in arguments], [str(a.type) for a in arguments]
-    count = next((i for i, kind in enumerate(kinds) if kind not in ("Tensor", "Optional[Tensor]")), 0)
-    optional = [i for i, kind in enumerate(kinds[:count]) if kind != "Tensor"]
-    if unchecked is not None and "topk_idx" in names and len(optional) <= 1 and optional != [0]:
-        UNCHECKED[name] = unchecked
-        arrivals = names.index("arrivals") if "arrivals" in names else 0
-        _POSITIONS[name] = int(names[0] == "ticket"), max(optional, default=0), names.index("topk_idx"), arrivals
+class Op:
+    """An operator of the library ``ep`` as it is called in eager code, with its arguments in the order of the schema.
+    All must be given."""
+
+    def __init__(self, name: str, run: Callable[..., Any]) -> None:
+        self.name = name
+        self.run = run
+        """What runs on a CPU or a GPU."""
+        self.differentiable: Callable[..., Any] | None = None
+        """The same with its gradient, if it has one."""
+        self.schema = self.overload._schema
+        self._allowed = tuple(_TYPES[str(argument.type)] for argument in self.schema.arguments)
+        self._plain: set[tuple[type, ...]] = set()
+
+    @functools.cached_property
+    def overload(self) -> torch._ops.OpOverload:
+        """Return ``torch.ops.ep.<name>.default``."""
+        return getattr(torch.ops.ep, self.name).default
+
+    def __call__(self, *args: Any) -> Any:
+        """Return the results of the operator."""
+        return self.dispatched(args) if _heeded() else self.direct(args)[0]
+
+    def direct(self, args: tuple[Any, ...]) -> tuple[Any, bool]:
+        """Return the results of a call that only autograd may intercept, and whether ``run`` alone has run."""
+        if not self.plain(args) or _first(args).is_meta or _tracing_state() is not None:
+            return self.dispatched(args), False
+        asks = _asks(*args)
+        if asks and _is_grad_enabled():
+            return (self.differentiable or self.overload)(*args), False
+        return self.run(*args), not asks
+
+    def dispatched(self, args: tuple[Any, ...]) -> Any:
+        """Call the operator through PyTorch's dispatcher. What prevents it from reaching the operator is rejected on
+        all ranks."""
+        name = f"ep::{self.name}"
+        if _is_compiling():
+            refuse_transforms(name, args)
+            return self.overload(*args)
+        given = dict(zip((argument.name for argument in self.schema.arguments), args, strict=True))
+        comm = registry.living.get(given.get("comm", ""))
+        calls = comm.backend.calls if comm is not None else 0
+        try:
+            _check_types(self.schema.arguments, args)
+            refuse_transforms(name, args)
+            return self.overload(*args)
+        except Exception as error:
+            if comm is not None and comm.backend.calls == calls and not _is_traced(args):
+                reject(self.name, comm.backend, error, given.get("flight", 0), given.get("max_tokens", 0))
+            raise
+
+    def plain(self, args: tuple[Any, ...]) -> bool:
+        """Return whether all arguments have the plain types of the schema, and remember these types if so."""
+        types = tuple(map(type, args))
+        if types in self._plain:
+            return True
+        plain = all(given in allowed for given, allowed in zip(types, self._allowed, strict=True))
+        if plain:
+            self._plain.add(types)
+        return plain
 
 
-def call(name: str, *args: Any) -> Any:
-    """Return ``torch.ops.ep.<name>(*args)``. All arguments must be given."""
-    if _heeded():
-        return _dispatched(name, args)
-    return _run(name, args)[0]
+class RememberedOp(Op):
+    """An operator of communicators, whose calls are remembered (``ep_ops.backends.calls``)."""
+
+    def __init__(self, name: str, run: Callable[..., Any], interrupted: Callable[..., None]) -> None:
+        """``interrupted`` informs the other ranks that a call without checks raises; it takes (communicator, arguments,
+        error)."""
+        super().__init__(name, run)
+        self.key, self.call = _remembering(self, interrupted)
+        """Functions of the record of the arguments. ``key`` returns what identifies a call of an operator with
+        ``topk_idx``: specification and sizes. ``call`` returns the results of the operator; a call like an earlier one
+        is not checked again."""
 
 
-def repeat(comm: Caller, name: str, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
-    """Return ``torch.ops.ep.<name>(*tensors, *others)`` of a communicator, and remember the call. ``tensors`` are those
-    that the arguments begin with. A call like an earlier one is not checked again."""
-    if _heeded():
-        args = tensors + others
-        return _dispatched(name, args)
-    key = known = None
-    try:
-        rows_at, optional_at, ids_at, arrivals_at = _POSITIONS[name]
-        rows, all_given = tensors[rows_at], tensors[optional_at] is not None
-        key = name, others, all_given, rows.shape[0], tensors[ids_at].shape[0]
-        known = comm.accepted.get(key)
-        if all_given and tensors[optional_at].is_nested:  # guards would end the process (shapes of nested ones raise)
-            known = None
-    except Exception:  # invalid, which is detected below
-        pass
-    if known is not None:
-        check, run = known
-        given = tensors if all_given else tensors[:optional_at] + tensors[optional_at + 1 :]
-        if (
-            check(*given)
-            and rows.data_ptr() % _ALIGNED == 0
-            and (arrivals_at == 0 or tensors[arrivals_at].data_ptr() % (_ALIGNED // 2) == 0)
-        ):
-            try:
-                return run(*tensors)
-            except BaseException as error:
-                UNCHECKED[name].interrupted(comm.backend, tensors + others, error)
-                raise
-    results, alone = _run(name, tensors + others)
-    if alone and key is not None:
-        _accept(comm, key, tensors, others)
-    return results
+def _remembering(
+    op: RememberedOp, interrupted: Callable[..., None]
+) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """Return ``key`` and ``call`` of an operator. They are closures, because they are part of every step of a
+    decoder."""
+    names = [argument.name for argument in op.schema.arguments]
+    kinds = [str(argument.type) for argument in op.schema.arguments]
+    tensors = [i for i, kind in enumerate(kinds) if kind in ("Tensor", "Optional[Tensor]")]
+    leading = next(i for i in range(len(kinds)) if i not in tensors)  # tensors that the arguments begin with
+    other = next((i for i in tensors if i > leading), 0)  # the tensor behind them
+    optional = [i for i in tensors if i < leading and kinds[i] != "Tensor"]
+    ids = names.index("topk_idx") if "topk_idx" in names else 0
+    one = optional[0] if optional else ids  # the one that may be None
+    recognized = "topk_idx" in names and len(optional) <= 1 and optional != [0]
+    rows = int(names[0] == "ticket")
+    lists = names.index("arrivals") if "arrivals" in names else rows
+    living = registry.living
 
+    def key(a: tuple[Any, ...]) -> Any:
+        if not recognized:  # gradients
+            return op, a[leading:], *(None if i is None else i.shape[0] for i in a[:leading])
+        if other and a[other] is not None:
+            a = (*a[:other], True, *a[other + 1 :])
+        return op, a[leading:], a[one] is None, a[rows].shape[0], a[ids].shape[0]
 
-def _run(name: str, args: tuple[Any, ...]) -> tuple[Any, bool]:
-    """Return the results of a call that only autograd may intercept, and whether the implementation alone has run."""
-    types = tuple(map(type, args))
-    if not (types in _PLAIN[name] or _plain(name, types)) or _first(args).is_meta or _tracing_state() is not None:
-        return _dispatched(name, args), False
-    asks = _asks(*args)
-    if asks and _is_grad_enabled():
-        return DIFFERENTIABLE.get(name, getattr(torch.ops.ep, name))(*args), False
-    return IMPLEMENTATIONS[name](*args), not asks
+    def call(a: Any) -> Any:
+        if _heeded():
+            return op.dispatched(a)
+        known = None
+        try:
+            comm, absent = living[a.comm], a[one] is None
+            known = comm.calls[op, a[leading:], absent, a[rows].shape[0], a[ids].shape[0]]
+            if not absent and a[one].is_nested:  # guards would end the process (shapes of nested ones raise)
+                known = None
+        except Exception:  # invalid, which is detected below
+            pass
+        if known is not None and (accepts := known.accepts) is not None:
+            given = a[:one] + a[one + 1 : leading] if absent else a[:leading]
+            if accepts(*given) and not (a[rows].data_ptr() % _ALIGNED or a[lists].data_ptr() % (_ALIGNED // 2)):
+                try:
+                    return known.run(a)
+                except BaseException as error:
+                    interrupted(comm, a, error)
+                    raise
+        results, alone = op.direct(a)
+        if alone and recognized and not (other and a[other] is not None):
+            found = living[a.comm].calls[key(a)]
+            if found is not None:
+                found.remember(tuple(tensor for tensor in a[:leading] if tensor is not None))
+        return results
 
-
-def _given(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(tensor for tensor in tensors if tensor is not None)
-
-
-def _dispatched(name: str, args: tuple[Any, ...]) -> Any:
-    """Call ``torch.ops.ep.<name>(*args)`` through PyTorch's dispatcher. What prevents it from reaching the operator is
-    rejected on all ranks."""
-    operator = getattr(torch.ops.ep, name)
-    if _is_compiling():
-        refuse_transforms(f"ep::{name}", args)
-        return operator(*args)
-    given = dict(zip((argument.name for argument in operator.default._schema.arguments), args, strict=True))
-    comm = registry.living.get(given.get("comm", ""))
-    calls = comm.backend.calls if comm is not None else 0
-    try:
-        _check_types(operator.default._schema.arguments, args)
-        refuse_transforms(f"ep::{name}", args)
-        return operator(*args)
-    except Exception as error:
-        if comm is not None and comm.backend.calls == calls and not _is_traced(args):
-            reject(name, comm.backend, error, given.get("flight", 0), given.get("max_tokens", 0))
-        raise
-
-
-def _accept(comm: Caller, key: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> None:
-    """Remember a call that has passed its checks, the second time that it occurs: what checks its tensors, and what
-    runs it. From then on tensors with the same types, dtypes, devices, sizes and strides are accepted, without
-    gradients and in the same modes. The stride of a dimension of size 1 may be any, as for contiguous tensors."""
-    accepted = comm.accepted
-    # One that was destroyed may have passed the call to a communicator of the same name.
-    if any(isinstance(other, Tensor) for other in others) or registry.living.get(comm.name) is not comm:
-        return
-    if key not in accepted:
-        if len(accepted) >= _MOST_ACCEPTED:
-            accepted.clear()
-        accepted[key] = None
-        return
-    given = _given(tensors)
-    sizes: list[Any] = [list(tensor.shape) for tensor in given]
-    strides: list[Any] = [
-        [None if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-        for tensor in given
-    ]
-    guards = TensorGuards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    accepted[key] = guards.check, UNCHECKED[key[0]].bind(comm.backend, tensors, others)
+    return key, call
 
 
 def _first(args: tuple[Any, ...]) -> Tensor:
@@ -311,11 +290,3 @@ def _heeded() -> bool:
         or _profiler_enabled()
         or forward_ad._current_level >= 0  # torch.func.jvp also enters a level
     )
-
-
-def _plain(name: str, types: tuple[type, ...]) -> bool:
-    """Return whether all arguments have the plain types of the schema, and remember them if so."""
-    plain = all(given in allowed for given, allowed in zip(types, _ARGUMENTS[name], strict=True))
-    if plain:
-        _PLAIN[name].add(types)
-    return plain

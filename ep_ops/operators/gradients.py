@@ -9,36 +9,70 @@ forward ticket. Autograd passes that to the gradient of the start, which waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from meta_kernels.arguments import (
+    AnyCombine,
+    AnyDispatch,
+    CombineBackwardArgs,
+    CombineBackwardStartArgs,
+    CombineBackwardWaitArgs,
+    CombineGatheredArgs,
+    CombineStartArgs,
+    CombineWaitArgs,
+    DispatchBackwardArgs,
+    DispatchBackwardStartArgs,
+    DispatchBackwardWaitArgs,
+    DispatchPlannedArgs,
+    DispatchStartArgs,
+    DispatchWaitArgs,
+)
 from meta_kernels.formats import ELEMENT
 
-from ..records import GROUPED, Placed, Segments
-from .eager import call
+from .. import checks
+from ..records import Placed, Received, Segments
+from .operator import Gradient, Operator, nothing
 
 
-class Gradient(NamedTuple):
-    """The gradient of operators with equal results."""
+class ToTokens(NamedTuple):
+    """Results of the gradient of a dispatch."""
 
-    operators: tuple[str, ...]  # what backward runs
-    save: Callable[[Any, Any, Any, Any], None]
-    """(ctx, arguments, which of them need a gradient, outputs): keeps what backward needs. Both middle ones are records
-    with the names of the operator's arguments."""
-    backward: Callable[..., dict[str, Tensor | None]]
-    """(ctx, which arguments need a gradient, gradient of each output) -> gradients by the name of the argument."""
+    grad_x: Tensor
+    grad_topk_weights: Tensor
 
 
-def _save_dispatch(ctx: Any, a: Any, asked: Any, output: tuple[Tensor, ...]) -> None:
+class ToRows(NamedTuple):
+    """Results of the gradient of a combine."""
+
+    grad_y: Tensor
+    grad_recv_weights: Tensor
+
+
+class _Route(NamedTuple):
+    """The tensors of a route, as operators take them."""
+
+    topk_idx: Tensor
+    send_rows: Tensor
+    arrivals: Tensor
+    offs: Tensor
+    counts: Tensor
+
+
+def _save_dispatch(ctx: Any, a: AnyDispatch, asked: Any, output: tuple[Tensor, ...]) -> None:
     recv_x, recv_scales, recv_weights, *integers = output
-    route = Placed(*integers) if integers else a  # a planned dispatch takes the route as arguments
+    route: Placed | DispatchPlannedArgs
+    if isinstance(a, DispatchPlannedArgs):
+        route = a
+    else:
+        route = Placed(*integers)
     ctx.save_for_backward(a.topk_idx, route.send_rows, route.arrivals, route.offs, route.counts)
     ctx.rows_shape, ctx.rows_dtype = recv_x.shape, a.x.dtype
     ctx.weights_shape, ctx.weights_dtype = recv_weights.shape, recv_weights.dtype
-    ctx.along = a.alignment, a.max_tokens, a.comm, a.layout
+    ctx.along = {"alignment": a.alignment, "max_tokens": a.max_tokens, "comm": a.comm, "layout": a.layout}
     ctx.set_materialize_grads(False)  # most outputs are integers, which need no zeros
     constant = [recv_scales, *integers] if asked.topk_weights else [recv_scales, recv_weights, *integers]
     if a.x.dtype is ELEMENT:
@@ -63,49 +97,58 @@ def free_gradient(ctx: Any, outputs: Sequence[Tensor], free: Tensor, constant: S
         free.grad_dtype = None
 
 
-def _outgoing_grads(ctx: Any, asked: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a dispatch's rows and weights, followed by the route."""
+def _outgoing_grads(ctx: Any, asked: Any, grads: tuple[Tensor | None, ...]) -> dict[str, Any]:
+    """Return the gradients of a dispatch's rows and weights, and the route, as arguments."""
     grad_x, _scales, grad_weights, *_ = grads
-    route = ctx.saved_tensors
-    zeros = route[0].new_zeros
+    route = _Route(*ctx.saved_tensors)
+    zeros = route.topk_idx.new_zeros
     if asked.x:  # gradients may have any strides, such as those of an expanded sum
         dtype = ctx.rows_dtype
         grad_x = zeros(ctx.rows_shape, dtype=dtype) if grad_x is None else grad_x.to(dtype).contiguous()
     if asked.topk_weights:
         shape, dtype = ctx.weights_shape, ctx.weights_dtype
         grad_weights = zeros(shape, dtype=dtype) if grad_weights is None else grad_weights.contiguous()
-    return grad_x if asked.x else None, grad_weights if asked.topk_weights else None, *route
+    rows, scalars = grad_x if asked.x else None, grad_weights if asked.topk_weights else None
+    return {"grad_recv_x": rows, "grad_recv_weights": scalars, **route._asdict()}
 
 
 def _dispatch_backward(ctx: Any, asked: Any, *grads: Tensor | None) -> dict[str, Tensor | None]:
-    home_x, home_weights = call("dispatch_backward", *_outgoing_grads(ctx, asked, grads), *ctx.along)
+    home_x, home_weights = DISPATCH_BACKWARD.call(
+        DispatchBackwardArgs(**_outgoing_grads(ctx, asked, grads), **ctx.along)
+    )
     return {"x": home_x if asked.x else None, "topk_weights": home_weights if asked.topk_weights else None}
 
 
-def _save_combine(ctx: Any, a: Any, asked: Any, output: Tensor) -> None:
+def _save_combine(ctx: Any, a: AnyCombine | CombineGatheredArgs, asked: Any, output: Tensor) -> None:
     weights = getattr(a, "recv_weights", None)  # a gathering combine takes none
     weights_asked = weights is not None and asked.recv_weights
     ctx.save_for_backward(
         a.y if weights_asked else None, weights, a.topk_idx, a.send_rows, a.arrivals, a.offs, a.counts
     )
     ctx.rows_asked, ctx.grad_format = asked.y or weights_asked, getattr(a, "grad_format", "")
-    ctx.num_rows, ctx.along = a.y.shape[0], (a.alignment, a.max_tokens, a.comm)
+    ctx.along = {
+        "num_rows": a.y.shape[0], "alignment": a.alignment, "max_tokens": a.max_tokens, "comm": a.comm
+    }  # fmt: skip
 
 
 def _combine_backward(ctx: Any, asked: Any, grad_out: Tensor) -> dict[str, Tensor | None]:
-    y, recv_weights, *route = ctx.saved_tensors
+    y, recv_weights, *tensors = ctx.saved_tensors
+    route = _Route(*tensors)
     grads: dict[str, Tensor | None] = {}
     if ctx.rows_asked:
-        given, along = grad_out.contiguous(), (*route, ctx.num_rows, *ctx.along)
+        along = {**route._asdict(), **ctx.along}
         if recv_weights is None or ctx.grad_format:
-            rows, *_ = call("dispatch_planned", given, None, *along, GROUPED, 0, None, ctx.grad_format, "", True)
+            sent = DispatchPlannedArgs(grad_out.contiguous(), None, **along, format=ctx.grad_format)
+            rows, *_ = DISPATCH_PLANNED.call(sent)
             grads["y"] = rows
             if recv_weights is not None:
-                _, _, _, offs, counts = route
-                kept = Segments(offs, counts, ctx.along[0]).covered(ctx.num_rows, padding=False)
+                num_rows = ctx.along["num_rows"]
+                segments = Segments(route.offs, route.counts, ctx.along["alignment"])
+                kept = segments.covered(num_rows, padding=False)
                 grads["y"], grads["recv_weights"] = _with_weights(rows, y, recv_weights, kept)
         else:
-            grads["y"], grad_weights = call("combine_backward", given, y, recv_weights, *along)
+            given = CombineBackwardArgs(grad_out.contiguous(), y, recv_weights, **along)
+            grads["y"], grad_weights = COMBINE_BACKWARD.call(given)
             grads["recv_weights"] = None if y is None else grad_weights
     if getattr(asked, "residual", False):
         grads["residual"] = grad_out
@@ -127,28 +170,32 @@ _GIVEN = "_ep_given"
 graph, too, they live until then."""
 
 
-def _save_dispatch_wait(ctx: Any, a: Any, asked: Any, output: tuple[Tensor, ...]) -> None:
+def _save_dispatch_wait(ctx: Any, a: DispatchWaitArgs, asked: Any, output: tuple[Tensor, ...]) -> None:
     _save_dispatch(ctx, a, asked, output)
     _same_as_start(asked, asked.x or asked.topk_weights, "dispatch")
     ctx.flight = a.flight
 
 
 def _dispatch_wait_backward(ctx: Any, asked: Any, *grads: Tensor | None) -> dict[str, Tensor | None]:
-    return _started("dispatch_backward_start", _outgoing_grads(ctx, asked, grads), *ctx.along, ctx.flight)
+    given = DispatchBackwardStartArgs(**_outgoing_grads(ctx, asked, grads), **ctx.along, flight=ctx.flight)
+    return _started(DISPATCH_BACKWARD_START, given)
 
 
-def _save_dispatch_start(ctx: Any, a: Any, asked: Any, ticket: Tensor) -> None:
+def _save_dispatch_start(ctx: Any, a: DispatchStartArgs, asked: Any, ticket: Tensor) -> None:
     tokens, top_k = a.topk_idx.shape
-    ctx.sizes = tokens, a.x.shape[1] if asked.x else 0, top_k if asked.topk_weights else 0
-    ctx.dtype, ctx.of = a.x.dtype, (a.comm, a.flight)
+    ctx.sizes = {
+        "tokens": tokens, "hidden": a.x.shape[1] if asked.x else 0, "top_k": top_k if asked.topk_weights else 0
+    }  # fmt: skip
+    ctx.of = {"dtype": a.x.dtype, "comm": a.comm, "flight": a.flight}
 
 
 def _dispatch_start_backward(ctx: Any, asked: Any, ticket: Tensor) -> dict[str, Tensor | None]:
-    home_x, home_weights = _awaited("dispatch_backward_wait", ctx, ticket)
+    wait = DispatchBackwardWaitArgs(ticket, _kept(ticket), **ctx.sizes, **ctx.of)
+    home_x, home_weights = DISPATCH_BACKWARD_WAIT.call(wait)
     return {"x": home_x if asked.x else None, "topk_weights": home_weights if asked.topk_weights else None}
 
 
-def _save_combine_wait(ctx: Any, a: Any, asked: Any, output: Tensor) -> None:
+def _save_combine_wait(ctx: Any, a: CombineWaitArgs, asked: Any, output: Tensor) -> None:
     _save_combine(ctx, a, asked, output)
     _same_as_start(asked, ctx.rows_asked, "combine")
     ctx.flight = a.flight
@@ -157,18 +204,23 @@ def _save_combine_wait(ctx: Any, a: Any, asked: Any, output: Tensor) -> None:
 def _combine_wait_backward(ctx: Any, asked: Any, grad_out: Tensor) -> dict[str, Tensor | None]:
     if not ctx.rows_asked:
         return {}
-    given = grad_out.contiguous(), *ctx.saved_tensors
-    return _started("combine_backward_start", given, ctx.num_rows, *ctx.along, ctx.flight)
+    y, recv_weights, *tensors = ctx.saved_tensors
+    along = {**_Route(*tensors)._asdict(), **ctx.along}
+    given = CombineBackwardStartArgs(grad_out.contiguous(), y, recv_weights, **along, flight=ctx.flight)
+    return _started(COMBINE_BACKWARD_START, given)
 
 
-def _save_combine_start(ctx: Any, a: Any, asked: Any, ticket: Tensor) -> None:
-    ctx.sizes = *a.y.shape, a.recv_weights is not None and asked.recv_weights
-    ctx.dtype, ctx.of = a.y.dtype, (a.comm, a.flight)
+def _save_combine_start(ctx: Any, a: CombineStartArgs, asked: Any, ticket: Tensor) -> None:
+    num_rows, hidden = a.y.shape
+    scalars = a.recv_weights is not None and asked.recv_weights
+    ctx.sizes = {"num_rows": num_rows, "hidden": hidden, "scalars": scalars}
+    ctx.of = {"dtype": a.y.dtype, "comm": a.comm, "flight": a.flight}
 
 
 def _combine_start_backward(ctx: Any, asked: Any, ticket: Tensor) -> dict[str, Tensor | None]:
-    grad_y, grad_weights = _awaited("combine_backward_wait", ctx, ticket)
-    return {"y": grad_y, "recv_weights": grad_weights if ctx.sizes[-1] else None}
+    wait = CombineBackwardWaitArgs(ticket, _kept(ticket), **ctx.sizes, **ctx.of)
+    grad_y, grad_weights = COMBINE_BACKWARD_WAIT.call(wait)
+    return {"y": grad_y, "recv_weights": grad_weights if ctx.sizes["scalars"] else None}
 
 
 def _same_as_start(asked: Any, gradient: bool, operator: str) -> None:
@@ -179,19 +231,64 @@ def _same_as_start(asked: Any, gradient: bool, operator: str) -> None:
         )
 
 
-def _started(operator: str, given: tuple[Tensor | None, ...], *rest: Any) -> dict[str, Tensor | None]:
-    ticket = call(operator, *given, *rest)
-    setattr(ticket, _GIVEN, [tensor for tensor in given if tensor is not None])
+def _started(
+    operator: Operator, given: DispatchBackwardStartArgs | CombineBackwardStartArgs
+) -> dict[str, Tensor | None]:
+    ticket = operator.call(given)
+    setattr(ticket, _GIVEN, [argument for argument in given if isinstance(argument, Tensor)])
     return {"ticket": ticket}
 
 
-def _awaited(operator: str, ctx: Any, ticket: Tensor) -> tuple[Tensor, Tensor]:
-    # Unknown if the start ran in another graph, which keeps them alive itself (ordering.py).
-    given = getattr(ticket, _GIVEN, [])
-    return call(operator, ticket, given, ctx.dtype, *ctx.sizes, *ctx.of)
+def _kept(ticket: Tensor) -> list[Tensor]:
+    """Return the tensors that the start of a gradient was given. They are unknown if it ran in another graph, which
+    keeps them alive itself (ordering.py)."""
+    return getattr(ticket, _GIVEN, [])
 
 
-# ---------------------------------------------------------------------- of each operator
+# ---------------------------------------------------------------------- operators that backward runs, and gradients
+
+DISPATCH_BACKWARD = Operator(
+    "dispatch_backward",
+    DispatchBackwardArgs,
+    ToTokens,
+    "gradients of a dispatch",
+    checks.dispatch_backward,
+)
+DISPATCH_BACKWARD_START = Operator(
+    "dispatch_backward_start",
+    DispatchBackwardStartArgs,
+    "ticket",
+    "start the gradients of a dispatch",
+    checks.dispatch_backward,
+)
+DISPATCH_BACKWARD_WAIT = Operator(
+    "dispatch_backward_wait",
+    DispatchBackwardWaitArgs,
+    ToTokens,
+    "finish the gradients of a dispatch",
+    nothing,
+)
+COMBINE_BACKWARD = Operator(
+    "combine_backward",
+    CombineBackwardArgs,
+    ToRows,
+    "gradients of a combine",
+    checks.combine_backward,
+)
+COMBINE_BACKWARD_START = Operator(
+    "combine_backward_start",
+    CombineBackwardStartArgs,
+    "ticket",
+    "start the gradients of a combine",
+    checks.combine_backward,
+)
+COMBINE_BACKWARD_WAIT = Operator(
+    "combine_backward_wait",
+    CombineBackwardWaitArgs,
+    ToRows,
+    "finish the gradients of a combine",
+    nothing,
+)
 
 OF_DISPATCH = Gradient(("dispatch_backward",), _save_dispatch, _dispatch_backward)
 OF_DISPATCH_START = Gradient(("dispatch_backward_wait",), _save_dispatch_start, _dispatch_start_backward)
@@ -200,3 +297,12 @@ OF_COMBINE_START = Gradient(("combine_backward_wait",), _save_combine_start, _co
 OF_COMBINE_WAIT = Gradient(("combine_backward_start",), _save_combine_wait, _combine_wait_backward)
 OF_COMBINE = Gradient(("combine_backward", "dispatch_planned"), _save_combine, _combine_backward)
 OF_GATHERED = Gradient(("dispatch_planned",), _save_combine, _combine_backward)
+
+DISPATCH_PLANNED = Operator(
+    "dispatch_planned",
+    DispatchPlannedArgs,
+    Received,
+    "`dispatch` along an existing route",
+    checks.dispatch_planned,
+    OF_DISPATCH,
+)

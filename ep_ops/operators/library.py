@@ -16,8 +16,8 @@ CONTIGUOUS = torch.Tag.needs_contiguous_strides
 
 def define(
     schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: Sequence[torch.Tag] = (CONTIGUOUS,),
-    unchecked: eager.Unchecked | None = None,
-) -> None:  # fmt: skip
+    made: Callable[[str, Callable[..., Any]], eager.Op] = eager.Op,
+) -> Any:  # fmt: skip
     """Define an operator for CPUs and GPUs.
 
     Args:
@@ -25,7 +25,10 @@ def define(
         run: its implementation.
         fake: returns empty results, for tracing.
         tags: tags besides ``pt2_compliant_tag``.
-        unchecked: how it runs without checks.
+        made: makes what is returned.
+
+    Returns:
+        The operator as it is called in eager code.
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
@@ -35,14 +38,14 @@ def define(
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(name, opaque, key)
     torch.library.register_fake(f"ep::{name}", fake, lib=LIBRARY)
-    eager.learn(name, run, unchecked)
+    return made(name, run)
 
 
-def differentiate(name: str, backward: Callable[..., Any], save: Callable[..., Any]) -> None:
+def differentiate(op: eager.Op, backward: Callable[..., Any], save: Callable[..., Any]) -> None:
     """Register the gradient of an operator. ``save`` (ctx, inputs, output) keeps what ``backward`` needs."""
-    opaque = torch._disable_dynamo(once(f"ep::{name}", backward))
-    torch.library.register_autograd(f"ep::{name}", opaque, setup_context=torch._disable_dynamo(save), lib=LIBRARY)
-    run = eager.IMPLEMENTATIONS[name]
+    opaque = torch._disable_dynamo(once(f"ep::{op.name}", backward))
+    torch.library.register_autograd(f"ep::{op.name}", opaque, setup_context=torch._disable_dynamo(save), lib=LIBRARY)
+    run = op.run
 
     def forward(ctx: Any, *args: Any) -> Any:
         output = run(*args)
@@ -50,5 +53,5 @@ def differentiate(name: str, backward: Callable[..., Any], save: Callable[..., A
         return output
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(opaque)}
-    function: Any = type(f"ep_{name}", (torch.autograd.Function,), members)
-    eager.DIFFERENTIABLE[name] = function.apply
+    function: Any = type(f"ep_{op.name}", (torch.autograd.Function,), members)
+    op.differentiable = function.apply

@@ -10,56 +10,85 @@ from typing import Any, NoReturn
 import torch
 
 import meta_kernels
+from meta_kernels.arguments import Args
 
 from .. import checks, registry
-from ..backends.base import Backend
-from .eager import Unchecked, check_data
+from ..backends.base import Prepared
+from ..backends.calls import Call
+from ..backends.split import parts_of
+from ..registry import Living
+from ..specs import spec_of
+from .eager import RememberedOp, check_data
 from .library import CONTIGUOUS, define, differentiate
+from .operator import Operator
 from .rejection import reject
-from .table import OPERATORS, Operator
+from .table import OPERATORS
 
 
-def _unchecked(op: Operator) -> Unchecked:
-    """Return how an operator runs on a backend without checks."""
-    name, record, run, new = op.name, op.arguments, op.run, tuple.__new__
-
-    def bound(backend: Backend, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Callable[..., Any]:
-        found = backend.bind(name, *op.given(new(record, tensors + others)))
-        return found or (lambda *given: run(backend, new(record, given + others)))
-
-    def interrupted(backend: Backend, args: tuple[Any, ...], error: BaseException) -> None:
-        a = new(record, args)
-        with contextlib.suppress(Exception):  # the error of this rank must not be hidden
-            flight, max_tokens = getattr(a, "flight", 0), getattr(a, "max_tokens", 0)
-            backend.interrupted(name, error, functools.partial(run, backend, a), flight, max_tokens)
-
-    return Unchecked(bound, interrupted)
+def _interrupted(op: Operator, comm: Living, a: Args, error: BaseException) -> None:
+    """Inform the other ranks that a call raises on this rank after its checks."""
+    with contextlib.suppress(Exception):  # the error of this rank must not be hidden
+        flight, max_tokens = getattr(a, "flight", 0), getattr(a, "max_tokens", 0)
+        comm.backend.interrupted(op.name, error, functools.partial(_accepted(op, comm, a).run, a), flight, max_tokens)
 
 
-def _reject(name: str, comm: registry.Living, a: Any, error: Exception) -> NoReturn:
+def _reject(name: str, comm: Living, a: Args, error: Exception) -> NoReturn:
     reject(name, comm.backend, error, getattr(a, "flight", 0), getattr(a, "max_tokens", 0))
 
 
-def _implementation(op: Operator, interrupted: Callable[..., None]) -> Callable[..., Any]:
-    """Return a function that finds the communicator, checks the arguments and passes them to the communicator's
+def _accepted(op: Operator, comm: Living, a: Args) -> Call:
+    """Return the call of these sizes and this specification, after checking all arguments."""
+    if op.split:
+        checks.flight(getattr(a, "flight", None))
+    key = found = prepared = None
+    try:
+        key = op.registered.key(a)
+        found = comm.calls[key]
+    except (AttributeError, IndexError, TypeError):  # invalid, which the check finds
+        pass
+    if found is None and (spec := spec_of(a)) is not None:
+        prepared = comm.calls.prepared.get(spec)
+        if prepared is None:
+            checks.spec(comm, spec)
+            prepared = comm.calls.prepare(spec)
+    op.check(comm, a)
+    if found is not None:
+        return found
+    if op.starts is not None:
+        made = Call(_wait(op, comm, prepared))
+    else:
+        assert prepared is not None
+        made = Call(prepared.start(a) if op.split else prepared.bind(a))
+    return made if prepared is None else comm.calls.add(key, made)
+
+
+def _wait(op: Operator, comm: Living, prepared: Prepared | None) -> Callable[[Any], Any]:
+    """Return what finishes a split operation."""
+    wait, (whole, _) = comm.backend.wait, parts_of(op.name)
+    if prepared is None:
+        blank = getattr(meta_kernels, op.name)
+        return lambda a: wait(whole, a.flight, lambda: tuple(made.zero_() for made in blank(a)))
+    return lambda a: wait(whole, a.flight, lambda: prepared.bind(a)(a))
+
+
+def _implementation(op: Operator) -> Callable[..., Any]:
+    """Return a function that finds the communicator, checks the arguments and runs the operator on the communicator's
     backend. Errors reach all ranks."""
-    name, record, check, run = op.name, op.arguments, op.check, op.run
-    whole, split, living = len(record._fields), "flight" in record._fields, registry.living
+    name, record = op.name, op.arguments
+    whole, living, new = len(record._fields), registry.living, tuple.__new__
 
     def implementation(*args: Any) -> Any:
-        a = tuple.__new__(record, args) if len(args) == whole else record(*args)
+        a = new(record, args) if len(args) == whole else record(*args)
         comm = living.get(a.comm) or registry.get(a.comm)
         try:
-            if split:
-                checks.flight(a.flight)
-            check(comm, a)
+            run = _accepted(op, comm, a).run
         except Exception as error:
             _reject(name, comm, a, error)
         comm.backend.calls += 1
         try:
-            return run(comm.backend, a)
+            return run(a)
         except BaseException as error:
-            interrupted(comm.backend, a, error)
+            _interrupted(op, comm, a, error)
             raise
 
     implementation.__name__ = name
@@ -101,13 +130,14 @@ def _register_gradient(op: Operator) -> None:
         by_name = gradient.backward(ctx, asked(ctx), *grads)
         return tuple(by_name.get(name) for name in record._fields)
 
-    differentiate(op.name, backward, setup_context)
+    differentiate(op.registered, backward, setup_context)
 
 
 for _op in OPERATORS:
     # An operator that synchronizes cannot be captured in a CUDA graph; Inductor splits the graph around it.
     _tags = (CONTIGUOUS, torch.Tag.cudagraph_unsafe) if _op.exact else (CONTIGUOUS,)
-    _runs = _unchecked(_op)
-    define(_op.name + _op.schema, _implementation(_op, _runs.interrupted), _fake(_op), _tags, _runs)
+    _made = functools.partial(RememberedOp, interrupted=functools.partial(_interrupted, _op))
+    _op.registered = define(_op.name + _op.schema, _implementation(_op), _fake(_op), _tags, _made)
+    _op.call = _op.registered.call
     if _op.gradient is not None:
         _register_gradient(_op)

@@ -27,7 +27,7 @@ NEEDED = (3, 7, 2)
 UNIQUE_ID_BYTES = 128
 
 
-class Heap:
+class SymmetricHeap:
     """The state of NVSHMEM in this process."""
 
     def __init__(self, members: tuple[int, ...]) -> None:
@@ -37,7 +37,7 @@ class Heap:
         self.freed: set[int] = set()  # numbers of allocations that this rank has freed
 
 
-_heaps: list[Heap] = []  # at most one
+_heaps: list[SymmetricHeap] = []  # at most one
 
 
 def problem() -> str | None:
@@ -84,7 +84,7 @@ def allocate(nbytes: int, group: Any, device: torch.device, near: Sequence[int])
         freed = _agree(exchange, nbytes, heap, members)
         if heap is None:
             _initialize(exchange)
-            heap = Heap(members)
+            heap = SymmetricHeap(members)
             _heaps.append(heap)
         for number in freed:
             heap.freed.remove(number)
@@ -122,7 +122,7 @@ def register(library: int) -> None:
         raise RuntimeError(f"nvshmemx_culibrary_init returned {status}")
 
 
-def _agree(exchange: Exchange, nbytes: int, heap: Heap | None, members: tuple[int, ...]) -> list[int]:
+def _agree(exchange: Exchange, nbytes: int, heap: SymmetricHeap | None, members: tuple[int, ...]) -> list[int]:
     """Return the allocations that all ranks have freed. Every rank raises if one cannot go on. Collective."""
     known = None if heap is None else heap.members
     words = exchange.all_gather_object((nbytes, problem(), known, sorted(heap.freed) if heap else []))

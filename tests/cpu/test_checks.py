@@ -12,6 +12,7 @@ from calls import counted
 import ep_ops
 from ep_ops import arrivals, checks
 from ep_ops.operators import OPERATORS
+from ep_ops.specs import spec_of
 
 T, K, H, EXPERTS, MAX_TOKENS, ALIGN, ROWS = 5, 2, 8, 3, 6, 4, 24
 
@@ -80,7 +81,10 @@ def check(comm: ep_ops.Communicator, name: str, arguments: dict[str, Any]) -> No
     """What is checked before the operator runs, alone."""
     if "flight" in arguments:
         checks.flight(arguments["flight"])
-    CHECKS[name].check(comm, CHECKS[name].arguments(**arguments))
+    a = CHECKS[name].arguments(**arguments)
+    if (spec := spec_of(a)) is not None:
+        checks.spec(comm, spec)
+    CHECKS[name].check(comm, a)
 
 
 OPTIONAL = ("topk_weights", "recv_weights", "grad_recv_weights", "grad_recv_x", "residual")

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import toy
 from cases import RouteCase
+from operate import On, Sizes
 from ranks import run_ranks
 from test_formats_model import MX, POW2, TOP_K, communicator, inputs
 from test_operators_registration import OPS, arguments
@@ -27,7 +28,8 @@ from ep_ops.bench.operators import MAX_ERROR, Calls
 from ep_ops.bench.workloads import ALIGNMENT, Workload
 from ep_ops.nn.expert_mlp import expert_rows
 from ep_ops.nn.gemms import choose
-from ep_ops.records import Route, Sizes
+from ep_ops.records import Route
+from ep_ops.specs import CombineSpec
 from meta_kernels.formats import COMBINE_FORMATS
 
 HIDDEN = {f"wire:{MX}": 64, f"wire:{POW2}": 128}
@@ -86,7 +88,8 @@ def on_routes(made: list[tuple[RouteCase, list[Given]]], size: int | None, forma
             backend="reference", device="cpu", domain_size=size,
         ) as comm:  # fmt: skip
             sizes = Sizes(case.capacity[rank], case.alignment, case.slots[rank], case.max_tokens, case.layout(rank))
-            route = Route(idx, *comm.backend.plan(idx, sizes)[:4], case.alignment, case.capacity[rank], case.max_tokens)
+            planned = On(comm.backend).plan(idx, sizes)[:4]
+            route = Route(idx, *planned, case.alignment, case.capacity[rank], case.max_tokens)
             started = comm.combine_start(mine.y, route, mine.weights, format=format)
             found.append(
                 {
@@ -317,6 +320,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         for operator in ("combine", "combine_start"):
             given = OPS[operator].arguments(y, None, *route.tensors, *route.ints, comm.name, format=WIRE)
             checks.combine(comm, given)  # type: ignore[arg-type]
+            checks.spec(comm, CombineSpec.of(given))  # type: ignore[arg-type]
     with communicator(dtype=torch.float64) as comm:
         route, _ = comm.plan(idx, capacity=32)
         with pytest.raises(ValueError, match="format is 'wire:e4m3/32/mx', and rows are torch.float64"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import types
 from typing import Any
 from unittest import mock
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from ep_ops import backends
+import ep_ops
+from ep_ops import backends, config
 from ep_ops.symmetric import torch_symm
 
 
@@ -74,3 +76,14 @@ def test_no_backend_on_one_rank() -> None:
         ("OutOfMemoryError: no room for a table", []),
     ]
     assert run_ranks(2, make, -1, timeout=20.0) == [("Backend", [])] * 2
+
+
+def test_editors_complete_the_options() -> None:
+    """`ConfigOptions`, which editors read, and the signature, which help() prints, name every option of `Config`."""
+    known = config.options()
+    typed = {name: kind.__forward_arg__ for name, kind in config.ConfigOptions.__annotations__.items()}
+    fields = {name: option.type for name, option in known.items()}
+    assert typed == fields | {"experts_per_rank": "Sequence[int]"}
+    shown = inspect.signature(ep_ops.Communicator).parameters
+    assert [*shown] == ["group", "config", "device", *known]
+    assert shown["top_k"].default is inspect.Parameter.empty and shown["alignment"].default == 16

@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import RouteCase, fresh_seed
+from operate import On, Sizes
 from ranks import run_ranks
 from torch import Tensor
 
 import ep_ops
 from ep_ops.group import agreement
 from ep_ops.group.topology import Domains, GpuFacts
-from ep_ops.records import Route, Sizes
+from ep_ops.records import Route
 
 HIDDEN = 24
 ROUTES = ("random", "repeated_experts", "all_to_one_rank", "over_capacity", "no_tokens_on_last_rank", "padded_over")
@@ -66,7 +67,7 @@ def summed(
         comm = communicator(case, dtype, domain_size=size)
     finally:
         agreement.gpu_facts = true_facts
-    mine, run, idx = given[rank], comm.backend, case.topk_idx[rank]
+    mine, run, idx = given[rank], On(comm.backend), case.topk_idx[rank]
     with comm:
         sizes = Sizes(case.capacity[rank], case.alignment, case.slots[rank], case.max_tokens, case.layout(rank))
         route = Route(idx, *run.plan(idx, sizes)[:4], case.alignment, case.capacity[rank], case.max_tokens)

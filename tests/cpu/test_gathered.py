@@ -63,8 +63,8 @@ def test_compiled_rows_are_written_in_place():
         x, topk_idx, _ = toy.inputs(5)
         w = torch.randn(toy.HIDDEN, toy.HIDDEN)
         results, placed = [], []
-        gather, memory = comm.backend.combine_gathered, comm.empty_rows(1).data_ptr()
-        comm.backend.combine_gathered = lambda y, route: placed.append(y.data_ptr() == memory) or gather(y, route)
+        gather, memory = comm.backend._combine_gathered, comm.empty_rows(1).data_ptr()
+        comm.backend._combine_gathered = lambda a: placed.append(a.y.data_ptr() == memory) or gather(a)
         compiled = torch.compile(several, fullgraph=True)
         for run, combine in ((compiled, comm.combine_gathered), (several, comm.combine)):
             leaf = x.clone().requires_grad_()

@@ -16,7 +16,7 @@ import ep_ops
 from ep_ops.backends.cute.sizing import MOST_ROUNDS, least_round, round_tokens
 from ep_ops.config import Config
 from ep_ops.group import agreement
-from ep_ops.operators import eager
+from ep_ops.operators.table import DISPATCH_START
 
 
 def test_what_the_others_are_told_of_a_misfit() -> None:
@@ -29,7 +29,7 @@ def test_what_the_others_are_told_of_a_misfit() -> None:
         args = [given.get(argument.name, by_type[str(argument.type)]) for argument in arguments]
         with mock.patch.object(comm.backend, "reject") as reject:
             with pytest.raises(TypeError, match="x is a str; allowed: a tensor"):
-                eager.call("dispatch_start", *args)
+                DISPATCH_START.registered(*args)
         assert reject.call_args.args == ("dispatch_start", "x is a str; allowed: a tensor", 1, 9)
 
 

@@ -17,26 +17,30 @@ ROOMS = {
     "ep_ops.version": (),
     "ep_ops.arrivals": (),
     "ep_ops.formats": ("meta_kernels",),
-    "ep_ops.records": ("ep_ops.arrivals", "ep_ops.formats"),
+    "ep_ops.records": ("ep_ops.arrivals", "ep_ops.formats", "meta_kernels"),
+    "ep_ops.specs": ("ep_ops.formats", "ep_ops.records", "meta_kernels"),
     "ep_ops.config": ("ep_ops.records", "ep_ops.version"),
     "ep_ops.group": ("ep_ops.config",),
     "ep_ops.arguments": (),
     "ep_ops.inputs": ("ep_ops.group", "ep_ops.records"),
     "ep_ops.overflow": (),
-    "ep_ops.checks": ("ep_ops.arrivals", "ep_ops.formats", "ep_ops.records", "ep_ops.config"),
+    "ep_ops.checks": (
+        "ep_ops.arrivals", "ep_ops.formats", "ep_ops.records", "ep_ops.config", "ep_ops.specs", "meta_kernels",
+    ),
     "ep_ops.symmetric": ("ep_ops.group",),
     "ep_ops.backends": (
         "ep_ops.arrivals", "ep_ops.formats", "ep_ops.records", "ep_ops.config", "ep_ops.group", "ep_ops.symmetric",
-        "cute_kernels",
+        "ep_ops.specs", "cute_kernels", "meta_kernels",
     ),
     "ep_ops.memory": ("ep_ops.arrivals", "ep_ops.config", "ep_ops.formats", "ep_ops.backends"),
     "ep_ops.registry": ("ep_ops.config", "ep_ops.backends"),
     "ep_ops.operators": (
-        "ep_ops.records", "ep_ops.config", "ep_ops.checks", "ep_ops.backends", "ep_ops.registry", "meta_kernels",
+        "ep_ops.records", "ep_ops.config", "ep_ops.checks", "ep_ops.backends", "ep_ops.registry", "ep_ops.specs",
+        "meta_kernels",
     ),
     "ep_ops.methods": (
         "ep_ops.records", "ep_ops.config", "ep_ops.operators", "ep_ops.inputs", "ep_ops.backends", "ep_ops.formats",
-        "ep_ops.overflow", "ep_ops.group",
+        "ep_ops.overflow", "ep_ops.group", "meta_kernels",
     ),
     "ep_ops.communicator": (
         "ep_ops.records", "ep_ops.config", "ep_ops.checks", "ep_ops.group", "ep_ops.memory", "ep_ops.registry",
@@ -45,7 +49,7 @@ ROOMS = {
     ),
     "ep_ops.nn": (
         "ep_ops.config", "ep_ops.arrivals", "ep_ops.records", "ep_ops.communicator", "ep_ops.formats", "ep_ops.group",
-        "ep_ops.operators", "ep_ops.backends", "ep_ops.overflow", "ep_ops.inputs", "cute_kernels",
+        "ep_ops.operators", "ep_ops.backends", "ep_ops.overflow", "ep_ops.inputs", "cute_kernels", "meta_kernels",
     ),
     "ep_ops.moe": (
         "ep_ops.records", "ep_ops.config", "ep_ops.group", "ep_ops.arguments", "ep_ops.backends", "ep_ops.operators",

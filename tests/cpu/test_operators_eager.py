@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ep_ops
-from ep_ops.backends.split import parts_of
-from ep_ops.operators import eager
+from ep_ops.backends import calls as remembered
+from ep_ops.operators import OPERATORS, table
 
 
 @pytest.fixture
@@ -42,15 +42,24 @@ def calls(monkeypatch) -> list[str]:
 
         return runs
 
-    for runs in (eager.IMPLEMENTATIONS, eager.DIFFERENTIABLE):
-        for name, run in list(runs.items()):
-            monkeypatch.setitem(runs, name, counted(name, run))
-    for name, unchecked in list(eager.UNCHECKED.items()):
+    for op in (each.registered for each in OPERATORS):
+        monkeypatch.setattr(op, "run", counted(op.name, op.run))
+        if op.differentiable is not None:
+            monkeypatch.setattr(op, "differentiable", counted(op.name, op.differentiable))
+    names: dict[Any, str] = {}
+    add, remember = remembered.CallCache.add, remembered.Call.remember
 
-        def bind(*args, name=name, unchecked=unchecked):
-            return counted(name, unchecked.bind(*args))
+    def added(self, key, call):
+        names[call] = key[0].name
+        return add(self, key, call)
 
-        monkeypatch.setitem(eager.UNCHECKED, name, unchecked._replace(bind=bind))
+    def remembers(self, tensors):
+        remember(self, tensors)
+        if (accepts := self.accepts) is not None:
+            self.accepts = lambda *given: accepts(*given) and (made.append(names[self]) or True)
+
+    monkeypatch.setattr(remembered.CallCache, "add", added)
+    monkeypatch.setattr(remembered.Call, "remember", remembers)
     return made
 
 
@@ -356,10 +365,10 @@ def test_calls_of_other_sizes_are_recognized_in_turns(comm, monkeypatch):
             comm.combine_wait(comm.combine_start(sent.x, sent.route, sent.weights))
 
     turn()
-    assert set(comm.accepted.values()) == {None}, "a call that comes once is not worth its guard"
+    assert all(call.accepts is None for call in comm.calls.values()), "a call that comes once is not worth its guard"
     turn()
-    for name in eager.IMPLEMENTATIONS:
-        monkeypatch.setitem(eager.IMPLEMENTATIONS, name, lambda *args, name=name: pytest.fail(f"{name} is checked"))
+    for op in OPERATORS:
+        monkeypatch.setattr(op.registered, "run", lambda *args, name=op.name: pytest.fail(f"{name} is checked"))
     turn()
 
 
@@ -369,7 +378,7 @@ def test_one_token_is_recognized_whatever_its_stride(comm, calls, monkeypatch):
     many(comm, x[:1], idx[:1], weights[:1])
     wide = torch.randn(1, 24)[:, 8:16]
     assert wide.is_contiguous() and wide.stride() != x[:1].stride()
-    monkeypatch.setattr(eager, "_run", lambda *args: pytest.fail("it is checked again"))
+    monkeypatch.setattr(table.DISPATCH.registered, "run", lambda *args: pytest.fail("it is checked again"))
     sent = comm.dispatch(wide, idx[:1], weights[:1])
     held = sent.route.recv_from >= 0
     assert torch.equal(sent.x[held], wide.expand(2, 8))
@@ -377,47 +386,61 @@ def test_one_token_is_recognized_whatever_its_stride(comm, calls, monkeypatch):
 
 @torch.no_grad()
 def test_what_is_remembered(comm, monkeypatch):
-    """A few calls, and no call with a tensor behind ``comm``, which no guard would look at."""
+    """A bounded number of calls is remembered, the ones used last. A call with a tensor behind ``comm``, which no guard
+    would compare, is checked each time."""
     x, idx, weights = given()
     sent = comm.dispatch(x, idx, weights)
-    for _ in range(2):
+    for _ in range(3):
         comm.combine(sent.x, sent.route, sent.weights, residual=x)
-    assert [key[0] for key in comm.accepted] == ["dispatch"]
-    monkeypatch.setattr(eager, "_MOST_ACCEPTED", 2)
+    assert [call.accepts for call in comm.calls.values()] == [None, None]
+    monkeypatch.setattr(remembered, "MOST_CALLS", 4)
     for tokens in range(4):
         many(comm, x[:tokens], idx[:tokens])
-        assert len(comm.accepted) <= 2
+        many(comm, x, idx)
+        assert len({**comm.calls, **comm.calls._older}) <= 4
+    monkeypatch.setattr(table.DISPATCH.registered, "run", lambda *args: pytest.fail("it is checked again"))
+    comm.dispatch(x, idx)
 
 
 @torch.no_grad()
-def test_what_a_backend_binds(comm, monkeypatch):
-    """It runs what is recognized: by sizes, with and without weights. The others hear of what it raises."""
+def test_launches_are_bound_once(comm, monkeypatch):
+    """For given sizes, with and without weights, also by calls that are checked. Other ranks hear of errors in calls
+    that are not checked."""
     x, idx, weights = given()
-    sent = comm.dispatch(x, idx, weights)
     bound: list[Any] = []
+    prepare = comm.backend.prepare
 
-    def bind(*args):
-        bound.append(args)
-        return lambda *tensors: sent_tensors if tensors == (x, weights, idx) else pytest.fail(str(tensors))
+    class Counted:
+        def __init__(self, spec):
+            self.spec, self.prepared = spec, prepare(spec)
 
-    sent_tensors = torch.ops.ep.dispatch(x, weights, idx, 12, 4, 0, 6, 4, 1, comm.name)
-    monkeypatch.setattr(comm.backend, "bind", bind)
-    rows = [comm.dispatch(x, idx, weights, capacity=12, alignment=4).x for _ in range(3)]
-    assert [row is sent_tensors[0] for row in rows] == [False, False, True] and len(bound) == 1
-    assert bound[0] == ("dispatch", x, weights, idx, (12, 4, 0, 6, "grouped"), (None, "", "", False))
+        def bind(self, a):
+            bound.append((self.spec, a.topk_idx.shape[0]))
+            return self.prepared.bind(a)
 
-    def failing(*args):
+    monkeypatch.setattr(comm.backend, "prepare", Counted)
+    for tokens, by in ((3, weights), (3, None), (2, None)):
+        many(comm, x[:tokens], idx[:tokens], by)
+    assert [(spec.kind, spec.weighted, tokens) for spec, tokens in bound] == [
+        ("dispatch", True, 3), ("dispatch", False, 3), ("dispatch", False, 2)
+    ]  # fmt: skip
+    of = table.DISPATCH.registered
+    (call,) = [call for key, call in comm.calls.items() if key[0] is of and key[2:] == (False, 3, 3)]
+
+    def failing(a):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(comm.backend, "bind", lambda *args: failing)
+    run, told = call.run, []
     monkeypatch.setattr(comm.backend, "interrupted", lambda *args: told.append(args))
-    told: list[Any] = []
-    outs = [comm.combine(sent.x, sent.route, sent.weights) for _ in range(2)]
+    monkeypatch.setattr(call, "run", failing)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
-        comm.combine(sent.x, sent.route, sent.weights)
+        comm.dispatch(x, idx, weights)
     ((name, error, again, flight, max_tokens),) = told
-    assert (name, flight, max_tokens) == ("combine", 0, 6) and isinstance(error, torch.OutOfMemoryError)
-    assert torch.equal(again(), outs[0])
+    assert (name, flight, max_tokens) == ("dispatch", 0, 6) and isinstance(error, torch.OutOfMemoryError)
+    with pytest.raises(torch.OutOfMemoryError):
+        again()
+    monkeypatch.setattr(call, "run", run)
+    assert comm.dispatch(x, idx, weights).x.shape == (comm.capacity(), 8)
 
 
 @torch.no_grad()
@@ -426,13 +449,25 @@ def test_a_destroyed_communicator_remembers_nothing(comm, monkeypatch):
     args = given()
     many(comm, *args)
     comm.destroy()
-    assert not comm.accepted
-    monkeypatch.setattr(comm.backend, "dispatch", lambda *args: pytest.fail("runs on a destroyed backend"))
+    assert not comm.calls
+    monkeypatch.setattr(comm.backend, "prepare", lambda spec: pytest.fail("runs on a destroyed backend"))
     with ep_ops.Communicator(config=comm.config, device="cpu") as other:
         assert other.name == comm.name
         many(comm, *args)
         many(comm, *args)
-    assert not comm.accepted
+        assert len(other.calls) == 1
+    assert not comm.calls
+
+
+def without_backend(comm: ep_ops.Communicator, name: str, call: Any) -> None:
+    """Let repetitions of a call of that operator return its results, in place of what the backend does."""
+    for key, made in list(comm.calls.items()):
+        if key[0].name == name:
+            run, results = made.run, []
+            made.run = lambda a, run=run, results=results: results.append(run(a)) or results[-1]
+            call()
+            if results:
+                made.run = lambda a, results=results: results[0]
 
 
 MOST_CALLS = {
@@ -473,12 +508,8 @@ def test_host_time_of_a_call(comm, monkeypatch, name):
         "combine_start": lambda: comm.combine_start(rows.x, route, rows.weights),
         "combine_wait": lambda: comm.combine_wait(sent),
     }
-    whole, part = parts_of(name)
-    run = getattr(comm.backend, part or whole)
-    results = []
-    monkeypatch.setattr(comm.backend, part or whole, lambda *args: results.append(run(*args)) or results[-1])
     calls[name]()  # the first call fills caches
-    monkeypatch.setattr(comm.backend, part or whole, lambda *args: results[0])
+    without_backend(comm, name, calls[name])
     calls[name](), calls[name]()  # the second one is remembered
     python, c = counted(calls[name])
     print(f"{name}: {python} Python functions, {c} C functions")
@@ -499,12 +530,53 @@ def test_host_time_of_a_call_with_a_gradient(comm, monkeypatch, name):
         "dispatch": lambda: comm.dispatch(asks, idx, weights),
         "combine": lambda: comm.combine(y, sent.route, sent.weights),
     }
-    results: list[Any] = []
-    run = getattr(comm.backend, name)
-    monkeypatch.setattr(comm.backend, name, lambda *args: results.append(run(*args)) or results[-1])
     calls[name]()  # the first call fills caches
-    monkeypatch.setattr(comm.backend, name, lambda *args: results[0])
+    without_backend(comm, name, calls[name])
     python, c = counted(calls[name])
     print(f"{name}: {python} Python functions, {c} C functions")
     most_python, most_c = MOST_WITH_GRADIENT[name]
     assert 0 < python <= most_python + OTHERS and 0 < c <= most_c + OTHERS
+
+
+@torch.no_grad()
+def test_methods_put_every_argument_in_its_field(comm, monkeypatch):
+    """The records of frequent calls are made by position."""
+    x, idx, weights = given()
+    sent = comm.dispatch(x, idx, weights)
+    taken: list[Any] = []
+
+    def call(a):
+        taken.append(a._asdict())
+        raise KeyboardInterrupt
+
+    scales, residual = torch.zeros(3, 1), torch.zeros(3, 8)
+    shared = dict(topk_idx=idx, comm=comm.name, num_local_experts=4, world_size=1)
+    how = dict(layout="padded", scales=scales, format="f", scales_as="s", zeros=True)
+    grouped = how | {"layout": "grouped"}
+    along = {name: getattr(sent.route, name) for name in ("send_rows", "arrivals", "offs", "counts", "alignment")}
+    along |= dict(topk_idx=sent.route.topk_idx, max_tokens=sent.route.max_tokens, comm=comm.name)
+    cases = [
+        (
+            table.DISPATCH,
+            lambda: comm.dispatch(x, idx, weights, slots=3, max_tokens=5, alignment=7, **how),
+            dict(x=x, topk_weights=weights, capacity=12, alignment=7, slots=3, max_tokens=5, **shared, **how),
+        ),
+        (
+            table.DISPATCH_DYNAMIC,
+            lambda: comm.dispatch(x, idx, weights, max_tokens=5, alignment=7, exact=True, **grouped),
+            dict(x=x, topk_weights=weights, alignment=7, max_tokens=5, **shared, **grouped),
+        ),
+        (
+            table.COMBINE,
+            lambda: comm.combine(sent.x, sent.route, sent.weights, residual=residual, format="f", grad_format="g"),
+            dict(y=sent.x, recv_weights=sent.weights, residual=residual, format="f", grad_format="g", **along),
+        ),
+    ]
+    for operator, method, expected in cases:
+        monkeypatch.setattr(operator, "call", call)
+        with pytest.raises(KeyboardInterrupt):
+            method()
+        found = taken.pop()
+        assert found.keys() == expected.keys() and all(
+            found[name] is expected[name] or found[name] == expected[name] for name in found
+        ), operator.name

@@ -12,6 +12,8 @@ from ranks import run_ranks
 from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
+from ep_ops.operators.gradients import COMBINE_BACKWARD, DISPATCH_BACKWARD, DISPATCH_PLANNED
+
 
 @pytest.fixture(scope="module")
 def exact():
@@ -77,8 +79,8 @@ def test_a_residual_alone_sends_nothing_back(exact, monkeypatch, weighted):
     plain = exact.combine(y, rows.route, rows.weights if weighted else None)
     out = exact.combine(y, rows.route, rows.weights if weighted else None, residual=residual)
     torch.testing.assert_close(out, plain + residual)
-    for operator in ("dispatch_planned", "combine_backward"):
-        monkeypatch.setattr(exact.backend, operator, None)
+    for operator in (DISPATCH_PLANNED, COMBINE_BACKWARD):
+        monkeypatch.setattr(operator, "call", None)
     (grad,) = torch.autograd.grad(out, residual, x)
     assert torch.equal(grad, x)
 
@@ -105,16 +107,17 @@ def test_equal_to_a_dense_model(tokens):
 
 
 @pytest.fixture
-def sent_back(exact, monkeypatch):
-    """What each call of the backend's dispatch_backward was given."""
-    calls = []
+def sent_back(monkeypatch):
+    """Which gradients each dispatch_backward was given: of rows, of weights."""
+    given = []
+    run = DISPATCH_BACKWARD.call
 
-    def record(grad_recv_x, grad_recv_weights, route):
-        calls.append((grad_recv_x is not None, grad_recv_weights is not None))
-        return type(exact.backend).dispatch_backward(exact.backend, grad_recv_x, grad_recv_weights, route)
+    def record(a):
+        given.append((a.grad_recv_x is not None, a.grad_recv_weights is not None))
+        return run(a)
 
-    monkeypatch.setattr(exact.backend, "dispatch_backward", record)
-    return calls
+    monkeypatch.setattr(DISPATCH_BACKWARD, "call", record)
+    return given
 
 
 @pytest.mark.parametrize("used", ["both", "rows", "weights"])

@@ -13,6 +13,7 @@ from torch._inductor.utils import run_and_get_code
 
 from ep_ops.nn import interleave
 from ep_ops.records import StartedCombine
+from meta_kernels.arguments import CombineStartArgs
 
 
 def whole(comm, x, topk_idx, weights, scale, shared):
@@ -170,9 +171,9 @@ def test_micro_batches_in_turns(backend, monkeypatch):
     with toy.communicator() as comm:
         calls = []
 
-        def note(part, run, flight, operator, *args):
+        def note(part, run, operator, flight, *args):
             calls.append((f"{operator}_{part}", flight))
-            return run(flight, operator, *args)
+            return run(operator, flight, *args)
 
         for part in ("start", "wait"):
             monkeypatch.setattr(comm.backend, part, functools.partial(note, part, getattr(comm.backend, part)))
@@ -195,7 +196,9 @@ def test_what_is_in_the_wrong_order():
         x, idx, weights = toy.inputs(7)
         with pytest.raises(RuntimeError, match="ep::combine_wait was called, but nothing was started in flight 0"):
             rows = comm.dispatch(x, idx, weights)
-            comm.combine_wait(StartedCombine(torch.empty(0), rows.x, rows.weights, rows.route))
+            along = *rows.route.tensors, *rows.route.ints, comm.name
+            given = CombineStartArgs(rows.x, rows.weights, *along)
+            comm.combine_wait(StartedCombine(torch.empty(0), given, rows.route))
         one, two = comm.dispatch_start(x, idx, weights), comm.dispatch_start(2 * x, idx, weights, flight=1)
         with pytest.raises(
             RuntimeError, match="flight 1 is in use: ep::dispatch_start must be followed by ep::dispatch_wait"

@@ -12,11 +12,12 @@ import cases
 import pytest
 import torch
 from cases import RouteCase, Tokens
+from operate import Delivery, On, Sizes
 from ranks import run_ranks
 from torch import Tensor
 
 import ep_ops
-from ep_ops.records import UNBOUNDED, Delivery, Route, Sizes
+from ep_ops.records import UNBOUNDED, Route
 
 NAN = float("nan")
 WORLD_SIZES = (1, 2, 4)
@@ -61,7 +62,7 @@ def _every_operator(case: RouteCase, given: list[Given]) -> dict[str, Any]:
     mine = given[torch.distributed.get_rank()]
     x, weights = mine.tokens.x, mine.tokens.weights
     with communicator(case, x.shape[1], x.dtype, symmetric_rows=max(1, *case.capacity)) as comm:
-        run, rank = comm.backend, comm.rank
+        run, rank = On(comm.backend), comm.rank
         idx, align = case.topk_idx[rank], case.alignment
         size = Sizes(case.capacity[rank], align, case.slots[rank], case.max_tokens, case.layout(rank))
         plain, exact = Delivery(), Sizes(UNBOUNDED, align, 0, case.max_tokens)
@@ -191,7 +192,7 @@ def _check_every_operator(world_size: int, name: str, dtype: torch.dtype, hidden
 def _alone(case: RouteCase, x: Tensor, weights: Tensor) -> Any:
     comm = communicator(case, x.shape[1], x.dtype)
     sizes = Sizes(case.capacity[0], case.alignment, 0, case.max_tokens)
-    moved = without_scales(comm.backend.dispatch(x, weights, case.topk_idx[0], sizes, Delivery()))
+    moved = without_scales(On(comm.backend).dispatch(x, weights, case.topk_idx[0], sizes, Delivery()))
     comm.destroy()
     return moved
 
@@ -343,7 +344,7 @@ def _mismatch(kind: str) -> None:
     with ep_ops.Communicator(
         num_experts=4, hidden_size=8, top_k=2, max_tokens_per_rank=4, alignment=4, backend="reference", device="cpu"
     ) as comm:
-        run, other = comm.backend, comm.rank == 1
+        run, other = On(comm.backend), comm.rank == 1
         idx = torch.tensor([[0, 2], [1, 3], [0, -1]], dtype=torch.int32)
         x, weights = torch.randn(3, 8).bfloat16(), torch.rand(3, 2)
         sizes, plain = Sizes(16, 4, 0, 4), Delivery()

@@ -64,12 +64,12 @@ def test_timeline_picture(tmp_path: Path) -> None:
     run, timelines = {"world_size": 2, "machine": {"device": "GPU"}}, {"serial": kernels, "in turns": kernels}
     text = timeline.picture(run, "bf16", timelines, tmp_path / "overlap.svg").read_text()
     assert all(word in text for word in (*timeline.LANES, "serial", "in turns"))
-    assert [timeline.Kernel(*kernel).lane for kernel in kernels] == ["GEMMs", *["communication"] * 2, "other"]
+    assert [timeline.KernelSpan(*kernel).lane for kernel in kernels] == ["GEMMs", *["communication"] * 2, "other"]
 
 
 def test_timeline_begins_after_the_sleep() -> None:
     kernels = [(0.0, 2.0, "fill"), (2.0, 9.0, "at::cuda::spin_kernel"), (10.0, 12.0, "gemm"), (11.0, 13.0, "ep_pull")]
-    found = timeline.after_sleep([timeline.Kernel(*kernel) for kernel in kernels])
+    found = timeline.after_sleep([timeline.KernelSpan(*kernel) for kernel in kernels])
     assert found == [(0.0, 2.0, "gemm"), (1.0, 3.0, "ep_pull")]
     assert timeline.after_sleep([]) == []
 

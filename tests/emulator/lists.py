@@ -31,7 +31,7 @@ class Memory:
 
 
 def lists(draw: random.Random, experts: int, most_rows: int) -> None:
-    from cute_kernels.local.expert_lists import ExpertLists
+    from cute_kernels.local.expert_lists import MakeExpertLists
     from ep_ops.nn import expert_lists
 
     alignment, top_k = draw.choice([1, 1, 4, 16]), draw.choice([1, 3, 8])
@@ -41,10 +41,10 @@ def lists(draw: random.Random, experts: int, most_rows: int) -> None:
     on, names = Memory(), ("rows", "flat", "places", "offs", "counts", "dropped")
     at = {name: on.room(getattr(want, name).numel(), name) for name in names}
     args = numbered(
-        ExpertLists.Args, **at, local_idx=put_bytes(on, ids, "local_idx"), entries=ids.numel(), top_k=top_k,
+        MakeExpertLists.Args, **at, local_idx=put_bytes(on, ids, "local_idx"), entries=ids.numel(), top_k=top_k,
         length=want.rows.shape[0], alignment=alignment, blocks=draw.randint(1, 3),
     )  # fmt: skip
-    run([Launch(ExpertLists(experts), args)], draw)
+    run([Launch(MakeExpertLists(experts), args)], draw)
     for name in names:
         same(on.found(at[name], getattr(want, name).shape), getattr(want, name), name)
 

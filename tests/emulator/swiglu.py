@@ -75,20 +75,20 @@ class Rows:
 
 
 def forward(draw: random.Random, backward: bool, hidden: int, slots: int = 0, experts: int = 5) -> None:
-    from cute_kernels.local.swiglu import SwiGLU
+    from cute_kernels.local.swiglu import SwiGLURows
 
     on = Rows(draw, hidden, slots, experts, draw.choice([1, 3]) if experts > 32 else 4)
     width = 2 * hidden if backward else hidden
-    out, _ = on.launch(SwiGLU(hidden, "fp32", backward), 4 * on.rows * width)
+    out, _ = on.launch(SwiGLURows(hidden, "fp32", backward), 4 * on.rows * width)
     on.check(on.memory.tensor(out, (on.rows, width), torch.float32), on.wanted_gradient() if backward else on.wanted())
 
 
 def cast(draw: random.Random, name: str, layout: str, hidden: int, slots: int = 0) -> None:
     """Codes and scales of what the same kernel without a format makes, and where they lie."""
-    from cute_kernels.local.swiglu import SwiGLU
+    from cute_kernels.local.swiglu import SwiGLURows
 
     on = Rows(draw, hidden, slots, 4, 4)
-    out, _ = on.launch(SwiGLU(hidden, "fp32"), 4 * on.rows * hidden)
+    out, _ = on.launch(SwiGLURows(hidden, "fp32"), 4 * on.rows * hidden)
     plain = on.memory.tensor(out, (on.rows, hidden), torch.float32)
     codes, scales = quantized.quantized(plain[on.kept], name)
     every = torch.zeros(on.rows, scales.shape[1], dtype=torch.float64)
@@ -107,7 +107,7 @@ def cast(draw: random.Random, name: str, layout: str, hidden: int, slots: int = 
         low = low.view(on.rows, -1).view(torch.uint8)
         known = on.live[:, None].expand_as(low).reshape(-1)
         low = low.reshape(-1)
-    out, lie = on.launch(SwiGLU(hidden, "fp32", False, f"e4m3/{name}", layout), on.rows * hidden, low.numel())
+    out, lie = on.launch(SwiGLURows(hidden, "fp32", False, f"e4m3/{name}", layout), on.rows * hidden, low.numel())
     got = on.memory.tensor(out, (on.rows, hidden), torch.uint8)
     same(got[on.kept].int(), codes.int(), "codes")
     assert (got[on.padding] == 0).all() and (got[~on.live] == POISON_BYTE).all()

@@ -31,7 +31,7 @@ from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.pull_scaled import PullScaled
 from ep_ops import config
 from ep_ops.backends.cute import backend, launcher, sizing
-from ep_ops.backends.cute.course import Course
+from ep_ops.backends.cute.call_state import CallState
 
 NAME = "adversary"
 DEPTH, COURIERS = 64, 2
@@ -141,9 +141,9 @@ class Launcher(launcher.Launcher):
 
     def __init__(
         self, problem: Any, heap: Any, multiprocessors: int, rest: tuple[int, int, int],
-        stream: Callable[[int], int] | None = None, course: Course | None = None,
+        stream: Callable[[int], int] | None = None, state: CallState | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(problem, heap, multiprocessors, rest, stream, course)
+        super().__init__(problem, heap, multiprocessors, rest, stream, state)
         self.mail: Mail | None = None
         if isinstance(problem.wire, Adversary):
             if not hasattr(heap, "mail"):

@@ -45,9 +45,8 @@ class Wanted:
         from cute_kernels.heap import Problem
         from cute_kernels.latency.sizes import most_tokens
         from ep_ops.backends.cute import latency, sizing, throughput
-        from ep_ops.backends.cute.row_format import row_format
         from ep_ops.config import default_experts
-        from ep_ops.records import Delivery
+        from ep_ops.specs import DispatchSpec
 
         experts = config.get("experts_per_rank") or default_experts(config["num_experts"], self.world_size)
         dtype = sizing.DTYPES[config.get("dtype", torch.bfloat16)]
@@ -58,7 +57,7 @@ class Wanted:
             few = latency.kernels_of(problem, min(bound, most_tokens(problem)))
             found += [k for k in few if split or (k.send and k.receive)]
         for name, layout in formats:
-            how = row_format(Delivery(None, name, layout))
+            how = DispatchSpec("dispatch", "grouped", format=name, scales_as=layout)
             found += throughput.kernels_of_format(problem, how)
             if how.latency and bound:
                 found += latency.kernels_of_format(problem, min(bound, most_tokens(problem)), how)

@@ -23,10 +23,10 @@ NAMES = ("rows", "flat", "places", "offs", "counts", "dropped")
 
 def kernels() -> list[Any]:
     """What these tests launch, for precompile.py."""
-    from cute_kernels.local.expert_lists import ExpertLists
+    from cute_kernels.local.expert_lists import MakeExpertLists
     from cute_kernels.local.places_route import PlacesRoute
 
-    return [*map(ExpertLists, EXPERTS), PlacesRoute()]
+    return [*map(MakeExpertLists, EXPERTS), PlacesRoute()]
 
 
 def poison(*sizes: int) -> None:

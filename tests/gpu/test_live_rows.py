@@ -33,14 +33,16 @@ SENTINEL = 0x5A
 
 def kernels() -> list[Any]:
     """What these tests launch, for precompile.py."""
-    from cute_kernels.local.swiglu import SwiGLU
+    from cute_kernels.local.swiglu import SwiGLURows
 
-    plain = [SwiGLU(size, NAMES[dtype], back) for size, dtype, back in itertools.product(SIZES, NAMES, (False, True))]
-    plain += [SwiGLU(size, "bf16", back) for size, back in itertools.product((STEP, WIDE), (False, True))]
-    plain += [SwiGLU(WIDE, name) for name in ("fp16", "fp32")]
-    plain += [SwiGLU(24, name, back) for name, back in itertools.product(NAMES.values(), (False, True))]
-    wide = [SwiGLU(WIDE, NAMES[dtype], False, name, layout) for dtype, name, layout in WAYS]
-    return [*plain, *wide, SwiGLU(STEP, "bf16", False, POW2, "columns")]
+    plain = [
+        SwiGLURows(size, NAMES[dtype], back) for size, dtype, back in itertools.product(SIZES, NAMES, (False, True))
+    ]
+    plain += [SwiGLURows(size, "bf16", back) for size, back in itertools.product((STEP, WIDE), (False, True))]
+    plain += [SwiGLURows(WIDE, name) for name in ("fp16", "fp32")]
+    plain += [SwiGLURows(24, name, back) for name, back in itertools.product(NAMES.values(), (False, True))]
+    wide = [SwiGLURows(WIDE, NAMES[dtype], False, name, layout) for dtype, name, layout in WAYS]
+    return [*plain, *wide, SwiGLURows(STEP, "bf16", False, POW2, "columns")]
 
 
 LAYOUTS = {"flat": {}, "slots": {"slots": 12}, "unpadded": {"alignment": 1}, "many": {"experts": 150}, "room": {
@@ -157,7 +159,7 @@ def test_gradient_of_quantized(seed):
 @pytest.mark.parametrize("slots", [0, 12])
 def test_nothing_else_is_written(slots, seed):
     """Results that hold a sentinel keep it in rows that are in no segment."""
-    from cute_kernels.local.swiglu import SwiGLU
+    from cute_kernels.local.swiglu import SwiGLURows
     from ep_ops.backends.cute.local_kernels import swiglu as launch
 
     draw = random.Random(seed)
@@ -171,9 +173,9 @@ def test_nothing_else_is_written(slots, seed):
 
     y, back, codes = filled(of.rows, WIDE), filled(of.rows, 2 * WIDE), filled(of.rows, WIDE, dtype=torch.float8_e4m3fn)
     scales = filled(of.rows, WIDE // 128, dtype=torch.float32)
-    launch(SwiGLU(WIDE, "bf16"), x, y, route.segments, slots)
-    launch(SwiGLU(WIDE, "bf16", True), x, back, route.segments, slots, grad=grad)
-    launch(SwiGLU(WIDE, "bf16", False, POW2, "rows"), x, codes, route.segments, slots, scales=scales)
+    launch(SwiGLURows(WIDE, "bf16"), x, y, route.segments, slots)
+    launch(SwiGLURows(WIDE, "bf16", True), x, back, route.segments, slots, grad=grad)
+    launch(SwiGLURows(WIDE, "bf16", False, POW2, "rows"), x, codes, route.segments, slots, scales=scales)
     for tensor in (y, back, codes, scales):
         raw = tensor.view(torch.uint8)
         assert (raw[of.dead] == SENTINEL).all()

@@ -42,6 +42,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 @pytest.fixture
 def backend(device: Device) -> Any:
     from launches import NO_FAILURES
+    from operate import On
     from recorded import PROBLEM, Launches
 
     from ep_ops.backends.budget import Budget
@@ -51,16 +52,19 @@ def backend(device: Device) -> Any:
     from ep_ops.backends.cute.outputs import Outputs
     from ep_ops.backends.cute.sm_model import TokenTraffic
     from ep_ops.backends.cute.throughput import ThroughputPath
-    from ep_ops.backends.split import Order
+    from ep_ops.backends.split import FlightOrder
 
-    made: Any = object.__new__(CuteBackend)
+    made: Any = On(object.__new__(CuteBackend))
     made._flights = streams.Flights(torch.device("cpu"), 2)
-    made._config, made._order = SimpleNamespace(name="ep", max_tokens_per_rank=PROBLEM.planned_tokens), Order("ep")
+    made._config, made._order = (
+        SimpleNamespace(name="ep", max_tokens_per_rank=PROBLEM.planned_tokens),
+        FlightOrder("ep"),
+    )
     made._failures = NO_FAILURES
     made._latency_tokens, made._rank, made._device, made._across = 64, 0, torch.device("cpu"), False
     made._problem = PROBLEM
     results, traffic = Outputs(PROBLEM, 2, torch.device("cpu")), TokenTraffic.of((2, 2), 2, 128, 1)
-    made._launcher, made._course = Launches(device), device.course
+    made._launcher, made._state = Launches(device), device.state
     here = made._launcher
     made.side = side = Launches(device, made._flights.side.raw)
     made.latency, made._latency_beside = (LatencyPath(launcher, results, 64) for launcher in (here, side))  # type: ignore

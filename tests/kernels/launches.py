@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from operate import On
 
 from cute_kernels.heap import Problem
 from cute_kernels.internode.wire import Wire
@@ -16,7 +17,7 @@ from cute_kernels.launch import names
 from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.budget import Budget
 from ep_ops.backends.cute import outputs
-from ep_ops.backends.cute.course import Course
+from ep_ops.backends.cute.call_state import CallState
 from ep_ops.backends.cute.sm_model import TokenTraffic
 from ep_ops.backends.cute.throughput import ThroughputPath
 
@@ -41,7 +42,7 @@ class Recorder:
 
     def __init__(self, problem: Problem, multiprocessors: int) -> None:
         self.problem, self.multiprocessors = problem, multiprocessors
-        self.device, self.course = torch.device("cpu"), Course()
+        self.device, self.state = torch.device("cpu"), CallState()
         self.launched: list[tuple[Any, int, dict[str, Any]]] = []
 
     def get(self, kernel: Any, *variant: Any) -> Callable[..., None]:
@@ -70,13 +71,13 @@ def allocate_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def throughput(
     budget: Budget, monkeypatch: pytest.MonkeyPatch, problem: Problem = PROBLEM, multiprocessors: int = 132
-) -> tuple[ThroughputPath, Recorder]:
+) -> tuple[Any, Recorder]:
     """The path of rank 0, and what notes its launches."""
     allocate_on_cpu(monkeypatch)
     recorder: Any = Recorder(problem, multiprocessors)
     traffic = TokenTraffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes, 1)
     made = outputs.Outputs(problem, problem.experts_per_rank[0], recorder.device)
-    return ThroughputPath(recorder, made, budget, traffic), recorder
+    return On(ThroughputPath(recorder, made, budget, traffic)), recorder
 
 
 def joins(kernel: Any) -> bool:

@@ -10,21 +10,19 @@ from typing import Any
 
 import torch
 from launches import Recorder
+from operate import PLAIN, Sizes  # noqa: F401  PLAIN
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels import marks
 from cute_kernels.heap import REASON_BYTES, Problem
 from cute_kernels.refusal import Refuse
-from ep_ops.backends.cute.course import Course
-from ep_ops.records import Delivery, Route, Sizes
+from ep_ops.backends.cute.call_state import CallState
+from ep_ops.records import Route
 
 PROBLEM = Problem(2, (2, 2), 2, 64, "bf16", 512, route_tokens=3 * 512)
 MANY, FEW = Sizes(32, 16, 0, 400), Sizes(32, 16, 0, 8)
 IN_THREE = Sizes(32, 16, 0, 2 * 512 + 1)
 X, IDX, WEIGHTS = torch.zeros(5, 64, dtype=torch.bfloat16), torch.zeros(5, 2, dtype=torch.int32), torch.zeros(5, 2)
-
-
-PLAIN = Delivery()
 
 
 class Device:
@@ -35,7 +33,7 @@ class Device:
         self.current = self.caller = self.stream("caller")
         self.capturing = 0  # the number of the capture
         self.events = 0
-        self.course = Course()
+        self.state = CallState()
         self.refused: list[tuple[int, str, int]] = []  # turn, reason and number of turns of each refusal
 
     def stream(self, name: str) -> Any:
@@ -86,7 +84,7 @@ class Launches(Recorder):
 
     def __init__(self, device: Device, raw: Any = None) -> None:
         super().__init__(PROBLEM, 132)
-        self.on, self.raw, self.course = device, raw, device.course
+        self.on, self.raw, self.state = device, raw, device.state
 
     def get(self, kernel: Any, *variant: Any) -> Any:
         if kernel is Refuse:

@@ -11,16 +11,16 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from launches import Recorder, allocate_on_cpu
+from operate import Delivery, On, Sizes, row_format
 
 from cute_kernels.heap import SEND, Problem
 from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.budget import Budget
 from ep_ops.backends.cute.outputs import Outputs
-from ep_ops.backends.cute.row_format import row_format
 from ep_ops.backends.cute.sm_model import OperationSms, TokenTraffic, default_budget
 from ep_ops.backends.cute.throughput import ThroughputPath
-from ep_ops.records import Delivery, Route, Sizes
+from ep_ops.records import Route
 
 TOKENS, SMS = 64, 132
 PROBLEM = Problem(2, (128, 128), 8, 7168, "bf16", TOKENS)
@@ -34,7 +34,8 @@ def blocks_of(monkeypatch: pytest.MonkeyPatch, token_major: bool, asked: tuple[i
     allocate_on_cpu(monkeypatch)
     recorder = Recorder(PROBLEM, SMS)
     budget = default_budget(TRAFFIC, SMS, 100, *asked)
-    path = ThroughputPath(recorder, Outputs(PROBLEM, 128, recorder.device), budget, TRAFFIC)  # type: ignore[arg-type]
+    made = Outputs(PROBLEM, 128, recorder.device)
+    path = On(ThroughputPath(recorder, made, budget, TRAFFIC))  # type: ignore[arg-type]
     rows = 2 * TOKENS * (1 if token_major else 8)
     layout = "token_major" if token_major else "grouped"
     y, _, _, *placed = path.dispatch(X, None, IDX, Sizes(rows, 1, 0, TOKENS, layout), Delivery())

@@ -14,6 +14,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from built import built, compiled_ptx, count
 from launches import PROBLEM, Recorder, across, allocate_on_cpu, throughput
+from operate import Delivery, On, row_format
 
 from cute_kernels import marks
 from cute_kernels.heap import SHARED_BYTES, Problem
@@ -26,7 +27,6 @@ from ep_ops.backends.cute import latency
 from ep_ops.backends.cute import throughput as many
 from ep_ops.backends.cute.backend import CuteBackend
 from ep_ops.backends.cute.outputs import Outputs
-from ep_ops.backends.cute.row_format import RowFormat
 from ep_ops.backends.cute.sm_model import OperationSms, TokenTraffic, default_budget
 from ep_ops.records import Route
 
@@ -50,10 +50,13 @@ def test_throughput_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         for residual in (None, x):
             assert path.combine(y, weights, route_of(100), residual, MX).shape == x.shape
     launched = {kernel for kernel, _, _ in recorder.launched}
-    wanted = many.kernels_of_format(PROBLEM, RowFormat(MX))
+    wanted = many.kernels_of_format(PROBLEM, row_format(Delivery(None, WIRE)))
     assert launched == {kernel for kernel in wanted if isinstance(kernel, Combine)} and len(launched) == 4
     assert {marks.unpack(terms)[1].format for _, terms, _ in recorder.launched} == {MX}
-    assert not any(isinstance(kernel, Combine) for kernel in many.kernels_of_format(PROBLEM, RowFormat(MX, "rows")))
+    assert not any(
+        isinstance(kernel, Combine)
+        for kernel in many.kernels_of_format(PROBLEM, row_format(Delivery(None, "e4m3/32/mx", "rows")))
+    )
 
 
 @pytest.mark.parametrize("two_domains", [False, True])
@@ -62,31 +65,35 @@ def test_latency_launches(two_domains: bool, monkeypatch: pytest.MonkeyPatch) ->
     allocate_on_cpu(monkeypatch)
     problem = PAIRS if two_domains else Problem(4, (8,) * 4, 4, 7168, "bf16", 512)
     recorder: Any = Recorder(problem, SMS)
-    path = latency.LatencyPath(recorder, Outputs(problem, 8, recorder.device), 64)
+    path = On(latency.LatencyPath(recorder, Outputs(problem, 8, recorder.device), 64))
     y = torch.zeros(48, 7168, dtype=torch.bfloat16)
     for weights in (None, torch.zeros(48)):
-        assert path.combine(y, weights, route_of(8), MX).shape == (7, 7168)
+        assert path.combine(y, weights, route_of(8), None, MX).shape == (7, 7168)
         path.send_combine(y, weights, route_of(8), MX)
-        path.combine(y, weights, route_of(8), MX, send=False)
+        path.combine(y, weights, route_of(8), None, MX, send=False)
     launched = {kernel for kernel, _, _ in recorder.launched}
-    wanted = latency.kernels_of_format(problem, 64, RowFormat(MX))
+    wanted = latency.kernels_of_format(problem, 64, row_format(Delivery(None, WIRE)))
     assert launched == {kernel for kernel in wanted if isinstance(kernel, LatencyCombine)} and len(launched) == 6
     assert {marks.unpack(terms)[1].format for _, terms, _ in recorder.launched} == {MX}
     if not two_domains:
         senders = []
         for format in ("", MX):
-            path.combine(y, None, route_of(12), format)
+            path.combine(y, None, route_of(12), None, format)
             senders.append(recorder.launched[-1][2]["senders"])
         assert senders == [SMS, SMS // 2]  # 12 tokens x 3 ranks x 30 or 16 packets, 16 warps each of 66 blocks
 
 
 def test_who_takes_combines() -> None:
     """Latency kernels run combines up to their bound of tokens, unless there is a residual."""
-    made, took = object.__new__(CuteBackend), []
-    made._begin = lambda: None  # type: ignore[method-assign]
+    made: Any = On(object.__new__(CuteBackend))
+    took: list[tuple[str, str]] = []
+    made.begin = lambda: None
     made._latency_tokens, made._problem = 16, PROBLEM
-    made.latency = SimpleNamespace(combine=lambda *given: took.append(("latency", *given[3:])))  # type: ignore
-    made.throughput = SimpleNamespace(combine=lambda *given: took.append(("throughput", *given[4:])))  # type: ignore
+
+    def path(name: str) -> Any:
+        return SimpleNamespace(combines=lambda spec, a: lambda a: took.append((name, spec.sent_as)))
+
+    made.latency, made.throughput = path("latency"), path("throughput")
     y = torch.zeros(48, 64)
     made.combine(y, None, route_of(16), None, WIRE)
     made.combine(y, None, route_of(17), None, WIRE)

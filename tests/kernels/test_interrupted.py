@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
+from operate import Sizes
 from recorded import FEW, IDX, IN_THREE, MANY, PLAIN, PROBLEM, Device, X, route_of, told
 
 from cute_kernels import marks, sync
@@ -19,10 +20,11 @@ from cute_kernels.heap import REASON_BYTES, REFUSED, STATE_BYTES
 from ep_ops import arrivals
 from ep_ops.backends.cute import watch
 from ep_ops.backends.cute.backend import raise_alarm
+from ep_ops.backends.cute.call_state import Stage
 from ep_ops.backends.cute.failures import Failures
 from ep_ops.backends.cute.report import Report
 from ep_ops.backends.split import parts_of
-from ep_ops.records import UNBOUNDED, Sizes
+from ep_ops.records import UNBOUNDED
 
 MOST = PROBLEM.max_tokens
 OOM = torch.OutOfMemoryError("no room")
@@ -170,7 +172,7 @@ def test_half_an_operation(
     reason, _ = told(backend._launcher.launched[-1][2]["text"])
     assert f"cannot launch the rest: ep::{operator}: {type(error).__name__}" in reason
     with pytest.raises(RuntimeError, match=f"'ep' failed: rank 0: launched a part of an operation.*ep::{operator}"):
-        call(backend, "combine", X, None, None)
+        call(backend, "combine", X, None, route_of((IDX,) * 4, 400))
     assert kernels(device) == [] and backend.has_failed() and failures.unsaid() is None
 
 
@@ -197,7 +199,7 @@ def test_between_the_halves_of_a_dynamic_dispatch(
     """The overloaded rank has no memory for its rows. What it refuses is the dispatch along the route of the plan."""
     backend._problem, backend._local_experts = PROBLEM, 0
     plan = backend.throughput.plan
-    monkeypatch.setattr(backend.throughput, "plan", lambda idx, sizes, most: plan(idx, sizes._replace(capacity=32), 32))
+    monkeypatch.setattr(backend.throughput, "plan", lambda a, most: plan(a._replace(capacity=32), 32))
     monkeypatch.setattr(arrivals, "cut", lambda lists, most, rows: lists)
     monkeypatch.setattr(backend.throughput, "along", raises(OOM))
     monkeypatch.setattr(failures, "check_last", lambda: None)
@@ -218,20 +220,18 @@ def test_a_start_and_a_wait(backend: Any, device: Device, failures: Failures) ->
     """Of few tokens the wait receives: in its place the operation is refused. The flight is free afterwards."""
     backend.start(0, "dispatch", X, None, IDX, FEW, PLAIN)
     device.take()
-    backend.latency._kernel, get = raises(OOM), backend.latency._kernel
+    backend._flights._under_way[0].receive = raises(OOM), raises(OOM)
     with pytest.raises(torch.OutOfMemoryError):
         call(backend, "dispatch_wait", 0)
     assert kernels(device) == ["Refuse"] and [turns for *_, turns in device.refused] == [1]
-    backend.latency._kernel = get
     backend._latency_beside._kernel, get = raises(OOM), backend._latency_beside._kernel
-    backend._latency_beside._plans.clear()  # what was found once is not looked for again
     with pytest.raises(torch.OutOfMemoryError):
         call(backend, "dispatch_start", 0, X, None, IDX, FEW, PLAIN, max_tokens=8)
     assert kernels(device) == ["Refuse"] and not backend._order.started
     # Receiving what the flight under way is sent fails: that one's wait may still come, so nobody can be refused.
     backend._latency_beside._kernel = get
     backend.start(0, "dispatch", X, None, IDX, FEW, PLAIN)
-    backend._latency_beside._kernel = raises(OOM)
+    backend._flights._under_way[0].receive = raises(OOM), raises(OOM)
     device.take()
     with pytest.raises(torch.OutOfMemoryError):
         call(backend, "dispatch_start", 1, X, None, IDX, MANY, PLAIN, flight=1, max_tokens=400)
@@ -298,14 +298,15 @@ def test_a_call_that_tells_of_an_earlier_one_runs(backend: Any, device: Device, 
 
 
 def test_a_bound_call_tells_of_an_earlier_one(backend: Any, device: Device, failures: Failures) -> None:
-    """Before it launches, as any other call; what is left of the course is that of the operator."""
-    run = backend.bind("dispatch", X, None, IDX, FEW, PLAIN)
-    run(X, None, IDX)
-    assert (backend._course.open, backend._course.ended) == (False, 1) and kernels(device) == ["LatencyDispatch"]
+    """Before it launches, as any other call; its stage is then that of checks."""
+    run = backend.bound(backend.dispatch_args(X, None, IDX, FEW, PLAIN))
+    run()
+    assert (backend._state.stage, backend._state.launched) == (Stage.BEGUN, 1)
+    assert kernels(device) == ["LatencyDispatch"]
     refused_by_a_peer(failures, "dispatch", 8, 1)
     with pytest.raises(ValueError, match="rejected by rank 1: why") as told:
-        run(X, None, IDX)
-    assert not backend._course.counts and kernels(device) == []
+        run()
+    assert backend._state.stage is Stage.CHECKING and kernels(device) == []
     again = functools.partial(backend.dispatch, X, None, IDX, FEW, PLAIN)
     backend.interrupted("dispatch", told.value, again, 0, 8)
     assert kernels(device) == ["LatencyDispatch"], "its results are dropped"
@@ -315,11 +316,11 @@ def test_a_bound_call_that_cannot_launch(backend: Any, device: Device, failures:
     """Whether its kernel runs is unknown: the communicator fails."""
     get = backend.latency._kernel
     backend.latency._kernel = lambda *variant: lambda terms, **numbers: raises(OOM)
-    run = backend.bind("combine", X, None, route_of((IDX,) * 4, 8))
-    backend.latency._kernel = get
+    run = backend.bound(backend.combine_args(X, None, route_of((IDX,) * 4, 8)))
     with pytest.raises(torch.OutOfMemoryError) as told:
-        run(X, None, IDX, IDX, IDX, IDX, IDX)
-    assert backend._course.open
+        run()
+    backend.latency._kernel = get
+    assert backend._state.stage is Stage.LAUNCHING
     backend.interrupted("combine", told.value, run, 0, 8)
     assert kernels(device) == ["RaiseAlarm"] and failures.has_failed()
 

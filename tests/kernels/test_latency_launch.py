@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from launches import Recorder, allocate_on_cpu
-from recorded import FEW, IDX, MANY, PLAIN, WEIGHTS, X
+from operate import Delivery, On, Sizes, row_format
+from recorded import FEW, IDX, WEIGHTS, X
 
 from cute_kernels import marks
 from cute_kernels.heap import Problem
@@ -22,9 +23,8 @@ from cute_kernels.latency.sizes import WARPS, packets
 from ep_ops.backends.cute import latency
 from ep_ops.backends.cute.backend import CuteBackend
 from ep_ops.backends.cute.outputs import Outputs
-from ep_ops.backends.cute.row_format import row_format
 from ep_ops.config import consecutive_domains
-from ep_ops.records import Delivery, Route, Sizes
+from ep_ops.records import Route
 
 SMS = 132
 OF_ROUTE = "topk_idx", "send_rows", "arrivals"
@@ -41,7 +41,7 @@ def recorder(request) -> Recorder:
 @pytest.fixture
 def path(recorder, monkeypatch):
     allocate_on_cpu(monkeypatch)
-    return latency.LatencyPath(recorder, Outputs(recorder.problem, 8, recorder.device), 256)
+    return On(latency.LatencyPath(recorder, Outputs(recorder.problem, 8, recorder.device), 256))
 
 
 @pytest.mark.parametrize("max_tokens", [1, 8, 16, 256])
@@ -89,7 +89,7 @@ def test_token_major_launches(name: str, weighted: bool, monkeypatch) -> None:
     allocate_on_cpu(monkeypatch)
     problem = Problem(4, (8,) * 4, 4, 128, "bf16", 512)
     recorder = Recorder(problem, SMS)
-    path = latency.LatencyPath(recorder, Outputs(problem, 8, recorder.device), 256)  # type: ignore[arg-type]
+    path = On(latency.LatencyPath(recorder, Outputs(problem, 8, recorder.device), 256))  # type: ignore[arg-type]
     layout = "columns" if name.startswith("e4m3") else ""
     delivery = Delivery(None, name, layout)
     x, idx = torch.zeros(7, 128, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
@@ -121,9 +121,9 @@ def test_bound_calls(name: str, weights: torch.Tensor | None, backend: Any, monk
     """They launch what the operators launch, with every tensor in its place."""
     launched = backend._launcher.launched
     sizes, how = FEW._replace(alignment=1), Delivery(None, name, "", False)
-    dispatch = backend.bind("dispatch", X, weights, IDX, sizes, how)
+    dispatch = backend.bound(backend.dispatch_args(X, weights, IDX, sizes, how))
     route = Route(IDX, *backend.dispatch(X, weights, IDX, sizes, how)[3:7], 1, 32, 8)
-    out = dispatch(X, weights, IDX)
+    out = dispatch()
     (kernel, terms, one), (other_kernel, other_terms, other) = launched
     assert kernel == other_kernel and terms == other_terms and set(one) == set(other) == set(kernel.Args._fields[1:])
     given = dict(x=X, topk_weights=weights, topk_idx=IDX, scales=None, **out._asdict())
@@ -133,9 +133,9 @@ def test_bound_calls(name: str, weights: torch.Tensor | None, backend: Any, monk
 
     launched.clear()
     y, by = out.recv_x, None if weights is None else out.recv_weights
-    combine = backend.bind("combine", y, by, route, None, name)
+    combine = backend.bound(backend.combine_args(y, by, route, None, name))
     backend.combine(y, by, route, None, name)
-    sums = combine(y, by, *route.tensors)
+    sums = combine()
     (kernel, terms, one), (other_kernel, other_terms, other) = launched
     assert kernel == other_kernel and terms == other_terms and set(one) == set(other) == set(kernel.Args._fields[1:])
     given = dict(y=y, recv_weights=by, out=sums, **{name: getattr(route, name) for name in OF_ROUTE})
@@ -144,21 +144,9 @@ def test_bound_calls(name: str, weights: torch.Tensor | None, backend: Any, monk
     assert numbers == {name: other[name] for name in numbers}
 
     backend.start(0, "dispatch", X, weights, IDX, sizes, how)
-    for call in (lambda: dispatch(X, weights, IDX), lambda: combine(y, by, *route.tensors)):
+    for call in (dispatch, combine):
         with pytest.raises(RuntimeError, match="before an operator that is not split"):
             call()
-
-
-def test_calls_that_are_not_bound(backend: Any) -> None:
-    """Those of throughput kernels, and all while a benchmark chooses the roles of blocks."""
-    route = Route(IDX, IDX, IDX, IDX, IDX, 16, 32, 8)
-    assert backend.bind("dispatch", X, None, IDX, MANY, PLAIN) is None
-    assert backend.bind("dispatch", X, None, IDX, FEW, Delivery(None, "e4m3/row/fp32", "rows")) is None
-    assert backend.bind("combine", X, None, route, X) is None
-    assert backend.bind("combine", X, None, route._replace(max_tokens=400)) is None
-    assert backend.bind("dispatch", X, None, IDX, FEW, PLAIN) is not None and backend.bind("combine", X, None, route)
-    backend.latency.deal = 1, 1, 3
-    assert backend.bind("dispatch", X, None, IDX, FEW, PLAIN) is backend.bind("combine", X, None, route) is None
 
 
 def test_formats_that_token_major_rows_do_not_have() -> None:
@@ -172,12 +160,13 @@ def test_formats_that_token_major_rows_do_not_have() -> None:
 @pytest.mark.parametrize("few", [True, False])
 def test_who_takes_token_major_dispatches(few: bool) -> None:
     """Latency kernels up to the bound of tokens, throughput kernels beyond it and for scales of a whole row."""
-    made, took = object.__new__(CuteBackend), []
-    made._begin = lambda: None  # type: ignore[method-assign]
-    made._latency_tokens = 16
+    made: Any = On(object.__new__(CuteBackend))
+    took: list[tuple[str, str]] = []
+    made.begin = lambda: None
+    made._latency_tokens, made._problem = 16, Problem(2, (8,) * 2, 4, 128, "bf16", 512)
 
     def path(name: str) -> Any:
-        return SimpleNamespace(dispatch=lambda *given: took.append((name, given[3].layout)))
+        return SimpleNamespace(dispatches=lambda spec, a: lambda a: took.append((name, spec.layout)))
 
     made.latency, made.throughput = path("latency"), path("throughput")
     x, idx = torch.zeros(1, 128), torch.zeros(1, 4, dtype=torch.int32)

@@ -10,11 +10,11 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from built import built, compiled_ptx, count
 
-from cute_kernels.local.expert_lists import ExpertLists
+from cute_kernels.local.expert_lists import MakeExpertLists
 from cute_kernels.local.places_route import PlacesRoute
 from ep_ops.nn.list_operators import MOST_EXPERTS
 
-KERNELS = [ExpertLists(3), ExpertLists(64), ExpertLists(MOST_EXPERTS), PlacesRoute()]
+KERNELS = [MakeExpertLists(3), MakeExpertLists(64), MakeExpertLists(MOST_EXPERTS), PlacesRoute()]
 ARCHES = ("sm_90a", "sm_100a")
 
 
@@ -24,9 +24,9 @@ def test_entries(kernel: Any, arch: str) -> None:
     """All entries are counted 16 bytes at a time; one warp goes through a share of them, 32 at a time."""
     ptx = compiled_ptx(kernel, arch)
     assert ".local" not in ptx and count(ptx, "ld.global.L1::no_allocate.v4") == 1
-    assert ("match.any.sync" in ptx) == isinstance(kernel, ExpertLists)
+    assert ("match.any.sync" in ptx) == isinstance(kernel, MakeExpertLists)
     assert "red.relaxed.cta.shared.add.u32" in ptx and "atom." not in ptx
-    if isinstance(kernel, ExpertLists):  # between reading, counting on, and reading again
+    if isinstance(kernel, MakeExpertLists):  # between reading, counting on, and reading again
         place = ptx[ptx.index("match.any.sync") :]
         assert place.count("bar.warp.sync") >= 2
 

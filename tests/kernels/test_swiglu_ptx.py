@@ -11,27 +11,27 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from built import built, compiled_ptx, count
 
 from cute_kernels.jit import object_name
-from cute_kernels.local.swiglu import SwiGLU
+from cute_kernels.local.swiglu import SwiGLURows
 
 LOADS, STORES = "ld.global.L1::no_allocate.v4", "st.global.L1::no_allocate.v4"
-PLAIN = [SwiGLU(hidden, dtype, backward) for hidden, dtype in ((2048, "bf16"), (768, "fp16"), (36, "fp32"))
+PLAIN = [SwiGLURows(hidden, dtype, backward) for hidden, dtype in ((2048, "bf16"), (768, "fp16"), (36, "fp32"))
          for backward in (False, True)]  # fmt: skip
 POW2 = "e4m3/128/pow2"
 QUANTISED = [
-    *(SwiGLU(2048, "bf16", False, POW2, layout) for layout in ("rows", "columns", "packed")),
-    SwiGLU(640, "fp16", False, POW2, "packed"), SwiGLU(768, "fp32", False, "e4m3/128/fp32", "columns"),
-    SwiGLU(160, "bf16", False, "e4m3/32/mx", "rows"), SwiGLU(2048, "bf16", False, "e4m3/32/mx", "packed"),
+    *(SwiGLURows(2048, "bf16", False, POW2, layout) for layout in ("rows", "columns", "packed")),
+    SwiGLURows(640, "fp16", False, POW2, "packed"), SwiGLURows(768, "fp32", False, "e4m3/128/fp32", "columns"),
+    SwiGLURows(160, "bf16", False, "e4m3/32/mx", "rows"), SwiGLURows(2048, "bf16", False, "e4m3/32/mx", "packed"),
 ]  # fmt: skip
 
 
-def compiled(kernels: list[SwiGLU]) -> list[tuple[SwiGLU, str]]:
+def compiled(kernels: list[SwiGLURows]) -> list[tuple[SwiGLURows, str]]:
     """For Blackwell those of bf16 whose scales, if any, are packed."""
     on_blackwell = [kernel for kernel in kernels if kernel.dtype == "bf16" and kernel.layout in ("", "packed")]
     return [*((kernel, "sm_90a") for kernel in kernels), *((kernel, "sm_100a") for kernel in on_blackwell)]
 
 
 @pytest.mark.parametrize(("kernel", "arch"), compiled(PLAIN), ids=str)
-def test_plain(kernel: SwiGLU, arch: str) -> None:
+def test_plain(kernel: SwiGLURows, arch: str) -> None:
     """16 bytes at a time, each operand and each result once; one exponential a number and no division."""
     ptx = compiled_ptx(kernel, arch)
     assert ".local" not in ptx and not re.search(r"\bdiv\.\w+\.f32", ptx)
@@ -45,7 +45,7 @@ def test_plain(kernel: SwiGLU, arch: str) -> None:
 
 
 @pytest.mark.parametrize(("kernel", "arch"), compiled(QUANTISED), ids=str)
-def test_quantized(kernel: SwiGLU, arch: str) -> None:
+def test_quantized(kernel: SwiGLURows, arch: str) -> None:
     """What is quantized never leaves in its own dtype; padding alone is stored by 16 bytes."""
     ptx = compiled_ptx(kernel, arch)
     assert ".local" not in ptx
@@ -56,7 +56,7 @@ def test_quantized(kernel: SwiGLU, arch: str) -> None:
 
 def test_registers() -> None:
     """Four blocks fit on a multiprocessor; nothing is spilled."""
-    for kernel, arch in compiled([*PLAIN, *QUANTISED, SwiGLU(2048, "fp32", True)]):
+    for kernel, arch in compiled([*PLAIN, *QUANTISED, SwiGLURows(2048, "fp32", True)]):
         made = built(kernel, arch)
         assert made.registers <= 64 and made.stack_bytes == 0, (kernel, made.registers)
 

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from launches import PROBLEM, across, joins, throughput
+from operate import Delivery, On, Sizes
 
 from cute_kernels.internode.wire import Nvlink
 from cute_kernels.throughput.combine import Combine
@@ -18,7 +19,7 @@ from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.budget import Budget
 from ep_ops.backends.cute import sm_model
 from ep_ops.backends.cute.throughput import ThroughputPath, pushes
-from ep_ops.records import Delivery, Route, Sizes
+from ep_ops.records import Route
 
 
 def test_blocks_that_join(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +56,7 @@ def test_beside_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody joins, and few multiprocessors stage; a budget is followed."""
     budget = Budget(20, 30, 22, 24, beyond=66)
     whole, recorder = throughput(budget, monkeypatch)
-    path = ThroughputPath(recorder, whole._outputs, budget, whole.sms.average, side=object())  # type: ignore[arg-type]
+    path = On(ThroughputPath(recorder, whole._outputs, budget, whole.sms.average, side=object()))  # type: ignore
     x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
     for asked, (dispatch, combine) in (((None, None), (20, 30)), ((8, 12), (8, 12))):
         recorder.launched.clear()
@@ -81,7 +82,7 @@ def test_blocks_that_push(aside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = Budget(20, 30, 22, 24)
     path, recorder = throughput(budget, monkeypatch)
     if aside:
-        path = ThroughputPath(recorder, path._outputs, budget, path.sms.average, side=object())  # type: ignore[arg-type]
+        path = On(ThroughputPath(recorder, path._outputs, budget, path.sms.average, side=object()))  # type: ignore
     x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
 
     def published(layout: str) -> list[tuple[bool, int]]:

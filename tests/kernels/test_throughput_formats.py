@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from launches import PROBLEM, joins, throughput
+from operate import Delivery, Sizes, row_format
 
 from cute_kernels import marks
 from cute_kernels.heap import Problem
@@ -15,10 +16,9 @@ from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.budget import Budget
-from ep_ops.backends.cute.row_format import row_format
 from ep_ops.backends.cute.throughput import kernels_of_format
 from ep_ops.formats import format_of, quantize
-from ep_ops.records import Delivery, Route, Sizes
+from ep_ops.records import Route
 
 
 @pytest.mark.parametrize("beyond", [0, 66], ids=["fixed", "joining"])

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from launches import NO_FAILURES, PROBLEM, across, joins, throughput
+from operate import Delivery, On, Sizes
 
 from cute_kernels import marks, sync
 from cute_kernels.heap import EPOCH, REASON_BYTES, Heap
@@ -24,8 +25,9 @@ from ep_ops.backends.cute.backend import CuteBackend
 from ep_ops.backends.cute.failures import Failures, pack_reason
 from ep_ops.backends.cute.report import Report
 from ep_ops.backends.cute.throughput import kernels_of
-from ep_ops.backends.split import Order
-from ep_ops.records import UNBOUNDED, Delivery, Placed, Route, Sizes
+from ep_ops.backends.split import FlightOrder
+from ep_ops.records import UNBOUNDED, Placed, Route
+from meta_kernels.arguments import PlanArgs
 
 
 @pytest.mark.parametrize("beyond", [0, 66], ids=["fixed", "joining"])
@@ -89,16 +91,16 @@ def test_dynamic_token_major(weighted: bool, monkeypatch: pytest.MonkeyPatch) ->
     """Planned for as many rows as there can be, moved into as many as there are copies."""
     path, recorder = throughput(Budget(20, 30), monkeypatch)
     x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
-    made = object.__new__(CuteBackend)
-    made._problem, made._local_experts, made.throughput, made._order = PROBLEM, 3, path, Order("name")
-    made._failures, made._course = NO_FAILURES, path._course
+    made: Any = On(object.__new__(CuteBackend))
+    made._problem, made._local_experts, made.throughput, made._order = PROBLEM, 3, path, FlightOrder("name")
+    made._failures, made._state = NO_FAILURES, path._state
     ids = torch.arange(3 * 100 * 4, dtype=torch.int32).view(300, 4)
 
-    def plan(topk_idx: torch.Tensor, sizes: Sizes) -> Placed:
-        assert sizes == Sizes(300, 1, 0, 100, "token_major")
+    def plan(a: PlanArgs) -> Placed:
+        assert (a.capacity, a.alignment, a.slots, a.max_tokens, a.layout) == (300, 1, 0, 100, "token_major")
         return Placed(idx, torch.arange(4 * 300 + 6, dtype=torch.int32) * 0 + 11, *[idx.new_zeros(3)] * 3, ids)
 
-    monkeypatch.setattr(path, "plan", plan)
+    monkeypatch.setattr(path.target, "plan", plan)
     weights = torch.zeros(7, 4) if weighted else None
     sizes = Sizes(UNBOUNDED, 1, 0, 100, "token_major")
     recv_x, _, recv_weights, _, arrivals, *_, recv_idx = made.dispatch_dynamic(x, weights, idx, sizes, Delivery())
@@ -116,10 +118,10 @@ def test_a_dynamic_dispatch_that_is_refused(
     """It ends with its plan, which has ended on all ranks; what another operation was refused for is told later."""
     path, recorder = throughput(Budget(20, 30), monkeypatch)
     x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
-    made: Any = object.__new__(CuteBackend)
-    made._problem, made._local_experts, made.throughput, made._order = PROBLEM, 3, path, Order("name")
+    made: Any = On(object.__new__(CuteBackend))
+    made._problem, made._local_experts, made.throughput, made._order = PROBLEM, 3, path, FlightOrder("name")
     made._failures = failures = object.__new__(Failures)
-    made._course = path._course
+    made._state = path._state
     failures._config, failures._rank, failures._heap = SimpleNamespace(name="name"), 1, Heap(PROBLEM)  # type: ignore
     image = bytearray(failures._heap.nbytes)
     image[EPOCH * 8 : EPOCH * 8 + 8] = struct.pack("<q", 8)  # behind operation 7
@@ -140,7 +142,7 @@ def test_a_dynamic_dispatch_that_is_refused(
             report._words[32:40] = [1, sync.REFUSAL, 0, 0, 2, 0, mark, other]  # type: ignore[assignment]
         return plan
 
-    monkeypatch.setattr(path, "plan", planned)
+    monkeypatch.setattr(path.target, "plan", planned)
     monkeypatch.setattr(arrivals, "cut", lambda lists, most, rows: lists.new_zeros(6))
     sizes = Sizes(UNBOUNDED, 1, 0, 100, "token_major") if token_major else Sizes(UNBOUNDED, 16, 0, 100)
     args = x, None, idx, sizes, Delivery()
@@ -156,12 +158,12 @@ def test_a_dynamic_dispatch_that_is_refused(
 def test_operators_across_domains(monkeypatch: pytest.MonkeyPatch) -> None:
     """They launch what is compiled ahead; rows are copied where nobody can fetch them."""
     problem = across(Nvlink())
-    made = object.__new__(CuteBackend)
+    made: Any = On(object.__new__(CuteBackend))
     made.throughput, recorder = throughput(Budget(20, 30, beyond=66), monkeypatch, problem)
-    made._problem, made._local_experts, made._order, made._rank = problem, 2, Order("name"), 1
+    made._problem, made._local_experts, made._order, made._rank = problem, 2, FlightOrder("name"), 1
     made._latency_tokens, made._across = -1, True
     made._config = SimpleNamespace(name="name", symmetric_rows=48)  # type: ignore[assignment]
-    made._failures, made._course = NO_FAILURES, recorder.course  # type: ignore[attr-defined]
+    made._failures, made._state = NO_FAILURES, recorder.state
     held = torch.zeros(48 * 64 * 2, dtype=torch.uint8)
     made._rows = symmetric.SymmetricBuffer(held, (held.data_ptr(),))  # it is of this rank alone
     x, idx, sizes = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32), Sizes(48, 16, 0, 1)
@@ -189,7 +191,7 @@ def test_operators_across_domains(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, terms, given = recorder.launched[-1]
     assert type(kernel).__name__ == "Combine" and marks.unpack(terms)[1].kind == "combine"
     assert given["y"].data_ptr() == held.data_ptr() and given["recv_weights"] is given["residual"] is None
-    monkeypatch.setattr(made, "reject", lambda *why, **more: None)
+    monkeypatch.setattr(made.target, "reject", lambda *why, **more: None)
     made.combine_gathered(recv_x, route)
     assert recorder.launched[-1][2]["y"] is recv_x
     with pytest.raises(ValueError, match="y lies in symmetric memory, and not at its beginning"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,20 @@ from cute_kernels import marks
 from cute_kernels.alarm import RaiseAlarm
 from cute_kernels.refusal import Refuse
 from cute_kernels.slices import Slices
+from meta_kernels.arguments import (
+    AnyStart,
+    Args,
+    CombineArgs,
+    CombineBackwardArgs,
+    CombineGatheredArgs,
+    CombineStartArgs,
+    DispatchArgs,
+    DispatchBackwardArgs,
+    DispatchDynamicArgs,
+    DispatchPlannedArgs,
+    DispatchStartArgs,
+    PlanArgs,
+)
 
 from ... import arrivals, symmetric
 from ...config import Config, Member, most_rows, most_token_rows
@@ -23,24 +36,29 @@ from ...records import (
     FLIGHTS,
     GROUPED,
     TOKEN_MAJOR,
-    UNBOUNDED,
-    Delivery,
     DispatchTensors,
     Operation,
     Placed,
-    Received,
-    Route,
-    Sizes,
+    plan_in,
     route_of,
 )  # fmt: skip
-from ..base import Formats, lies_elsewhere, not_gatherable
-from ..split import Order, parts_of, ticket
+from ...specs import (
+    CombineBackwardSpec,
+    CombineSpec,
+    DispatchBackwardSpec,
+    DispatchSpec,
+    GatherSpec,
+    PlanSpec,
+    Spec,
+    spec_of,
+)
+from ..base import Formats, Prepared, lies_elsewhere, not_gatherable
+from ..split import FlightOrder, parts_of, ticket
 from . import latency, throughput
-from .course import Course
+from .call_state import CallState, Stage
 from .failures import Failures, pack_reason
 from .launcher import Launcher
 from .outputs import Outputs
-from .row_format import row_format
 from .sizing import across, heap_of, problem_of, rows_bytes, token_bound
 from .sm_model import TokenTraffic, default_budget, has_fast_memory, most_pulling
 from .streams import Flights, Given
@@ -48,6 +66,10 @@ from .throughput import ThroughputPath, kernels_of
 
 NO_CAPACITY_LIMIT = 2**31 - 2**16
 """Capacity that an exact dispatch publishes. Aligned rows (up to 1024) still fit below 2**31."""
+
+Parts = tuple[Callable[[Any], Any], tuple[Callable[[Any], Any], Callable[[Any], Any]] | None]
+"""What launches a split operation in its start, and what launches the rest of it, on the side stream or on the current
+stream. None: the start launches everything."""
 
 _kept: list[Any] = []
 """Memory of communicators that have failed: a peer may still write there."""
@@ -59,10 +81,10 @@ def all_kernels(config: Config, formats: Formats = ()) -> list[Any]:
     tokens = token_bound(config, problem)
     found = [*kernels_of(problem), *(latency.kernels_of(problem, tokens) if tokens else [])]
     for name, scales_as in formats:
-        how = row_format(Delivery(None, name, scales_as))
-        found += throughput.kernels_of_format(problem, how)
-        if tokens and how.latency:
-            found += latency.kernels_of_format(problem, tokens, how)
+        spec = DispatchSpec("dispatch", GROUPED, format=name, scales_as=scales_as)
+        found += throughput.kernels_of_format(problem, spec)
+        if tokens and spec.latency:
+            found += latency.kernels_of_format(problem, tokens, spec)
     return [*dict.fromkeys(found), Refuse(problem, tokens if problem.domains else 0), RaiseAlarm(problem)]
 
 
@@ -93,9 +115,9 @@ class CuteBackend:
         self._flights = Flights(member.device, FLIGHTS)
         place = problem, self.memory, member.multiprocessors
         rest = member.rank, failures.report.address, int(config.timeout * 1e9)
-        self._course = Course()
-        self._launcher = Launcher(*place, rest, course=self._course)
-        self._side_launcher = Launcher(*place, rest, self._flights.side.raw, self._course)
+        self._state = CallState()
+        self._launcher = Launcher(*place, rest, state=self._state)
+        self._side_launcher = Launcher(*place, rest, self._flights.side.raw, self._state)
         sms = self._launcher.multiprocessors
         slices = Slices(problem.row_bytes, problem.dtype).slices
         of = problem.experts_per_rank, problem.top_k, problem.row_bytes, slices
@@ -108,164 +130,114 @@ class CuteBackend:
         # The same on the communicator's own stream.
         self._latency_beside = latency.LatencyPath(self._side_launcher, outputs, max(0, self._latency_tokens))
         self._beside = ThroughputPath(self._side_launcher, outputs, self.budget, traffic, self._flights.side)
-        self._order = Order(config.name)
+        self._order = FlightOrder(config.name)
         failures.turns = self._turns
         failures.members = (0,) if member.group is None else dist.get_process_group_ranks(member.group)
         failures.watch(functools.partial(raise_alarm, self._launcher))
 
     # ------------------------------------------------------------------ operators
 
-    def plan(self, topk_idx: Tensor, sizes: Sizes) -> Placed:
-        self._begin()
-        return self.throughput.plan(topk_idx, sizes)
+    def prepare(self, spec: Spec) -> Prepared:
+        return PreparedLaunches(self, spec)
 
-    def dispatch(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
-    ) -> DispatchTensors:
-        self._begin()
-        path = self.latency if self._has_latency(sizes, delivery) else self.throughput
-        return path.dispatch(x, topk_weights, topk_idx, sizes, delivery)
+    def launches(self, spec: Spec, a: Any, path: ThroughputPath) -> Callable[[Any], Any]:
+        """Return a function that launches the kernels of calls which differ from these arguments in tensors only."""
+        match spec:
+            case PlanSpec():
+                return path.plan
+            case DispatchSpec(kind="dispatch_dynamic"):
+                return functools.partial(self._dispatch_dynamic, spec)
+            case DispatchSpec(kind="dispatch_planned"):
+                return functools.partial(path.dispatch_planned, spec)
+            case DispatchSpec():
+                return path.dispatches(spec, a)
+            case CombineSpec():
+                return path.combines(spec, a)
+            case GatherSpec():
+                return self._combine_gathered
+            case DispatchBackwardSpec():
+                return functools.partial(path.dispatch_backward, spec)
+            case CombineBackwardSpec():
+                return path.combine_backward
 
-    def bind(self, operator: str, *args: Any) -> Callable[..., Any] | None:
-        if self.latency.deal is not None or operator not in ("dispatch", "combine"):
-            return None
-        return self._bind_dispatch(*args) if operator == "dispatch" else self._bind_combine(*args)
+    def has_latency(self, spec: Spec, a: Any) -> bool:
+        """Return whether the latency kernels run such calls."""
+        if isinstance(spec, DispatchSpec):
+            return spec.kind == "dispatch" and a.max_tokens <= self._latency_tokens and spec.latency
+        if isinstance(spec, CombineSpec) and not spec.residual:
+            return a.max_tokens <= self._latency_tokens and latency.takes_sums(self._problem, spec.sent_as)
+        return False
 
-    def _bind_dispatch(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
-    ) -> Callable[..., DispatchTensors] | None:
-        if not self._has_latency(sizes, delivery):
-            return None
-        begin, how = self._begin, row_format(delivery)
-        run = self.latency.dispatches(topk_weights is not None, topk_idx.shape[0], sizes, how)
-
-        def dispatch(x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor) -> DispatchTensors:
-            begin()
-            return run(x, topk_weights, topk_idx, None)
-
-        return dispatch
-
-    def _has_latency(self, sizes: Sizes, delivery: Delivery) -> bool:
-        """Return whether the latency kernels run a dispatch."""
-        return sizes.max_tokens <= self._latency_tokens and row_format(delivery).latency
-
-    def dispatch_dynamic(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
-    ) -> DispatchTensors:
-        self._begin()
-        placed = self._plan_exactly(topk_idx, sizes)
-        route = route_of(topk_idx, placed, sizes, self._problem.world_size)
-        received = self.throughput.along("dispatch_planned", x, topk_weights, route, delivery)
+    def _dispatch_dynamic(self, spec: DispatchSpec, a: DispatchDynamicArgs) -> DispatchTensors:
+        placed = self._plan_exactly(a)
+        route = route_of(placed, plan_in(a, 0))
+        received = self.throughput.along("dispatch_planned", spec, a.x, a.topk_weights, a.scales, route)
         return DispatchTensors(*received, *placed)
 
-    def _plan_exactly(self, topk_idx: Tensor, sizes: Sizes) -> Placed:
+    def _plan_exactly(self, a: DispatchDynamicArgs) -> Placed:
         """Return a plan of exactly the rows that are received. Synchronizes the host."""
-        ranks, tokens, alignment = self._problem.world_size, sizes.max_tokens, sizes.alignment
-        if sizes.layout == TOKEN_MAJOR:
+        ranks, tokens, alignment = self._problem.world_size, a.max_tokens, a.alignment
+        if a.layout == TOKEN_MAJOR:
             most = most_token_rows(ranks, tokens, self._local_experts)
-            placed = self.throughput.plan(topk_idx, sizes._replace(capacity=most))
+            placed = self.throughput.plan(plan_in(a, most))
             num_rows = int(placed.arrivals[-1])  # the last of `sources`: how many copies there are
         else:
             most = most_rows(ranks, tokens, self._problem.top_k, self._local_experts, alignment, repeats=True)
             capacity = NO_CAPACITY_LIMIT // alignment * alignment
-            placed = self.throughput.plan(topk_idx, sizes._replace(capacity=capacity), most)
+            placed = self.throughput.plan(plan_in(a, capacity), most)
             num_rows = int(placed.offs[-1]) if self._local_experts else 0
         self._check_last()
         placed = placed._replace(arrivals=arrivals.cut(placed.arrivals, most, num_rows))
-        if sizes.layout == TOKEN_MAJOR:
+        if a.layout == TOKEN_MAJOR:
             placed = placed._replace(recv_idx=placed.recv_idx[:num_rows].clone())
         return placed
 
-    def dispatch_planned(self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery) -> Received:
-        self._begin()
-        return self.throughput.along("dispatch_planned", x, topk_weights, route, delivery)
-
-    def combine(
-        self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None, format: str = ""
-    ) -> Tensor:
-        self._begin()
-        format = format.removeprefix("wire:")
-        if residual is None and self._sums_latency(route, format):
-            return self.latency.combine(y, recv_weights, route, format)
-        return self.throughput.combine(y, recv_weights, route, residual, format)
-
-    def _bind_combine(
-        self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None, format: str = ""
-    ) -> Callable[..., Tensor] | None:
-        format = format.removeprefix("wire:")
-        if residual is not None or not self._sums_latency(route, format):
-            return None
-        begin, run = self._begin, self.latency.combines(recv_weights is not None, route, format)
-
-        def combine(
-            y: Tensor, recv_weights: Tensor | None, topk_idx: Tensor, send_rows: Tensor, arrivals: Tensor, *_: Tensor
-        ) -> Tensor:
-            begin()
-            return run(y, recv_weights, topk_idx, send_rows, arrivals)
-
-        return combine
-
-    def _sums_latency(self, route: Route, format: str) -> bool:
-        """Return whether the latency kernels run a combine whose sums are sent in a format."""
-        return route.max_tokens <= self._latency_tokens and latency.takes_sums(self._problem, format)
-
-    def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
-        self._begin()
-        rows, most = self._rows, self._config.symmetric_rows
+    def _combine_gathered(self, a: CombineGatheredArgs) -> Tensor:
+        y, rows, most = a.y, self._rows, self._config.symmetric_rows
         problem = not_gatherable(y, None if rows is None else rows.local, most, self._config.name)
         if problem is not None or rows is None:
-            self.reject("combine_gathered", str(problem), max_tokens=route.max_tokens)
-            self._course.agreed = True
+            self.reject("combine_gathered", str(problem), max_tokens=a.max_tokens)
+            self._state.agree()
             raise ValueError(problem)
         if self._across:
-            return self.throughput.combine(y, None, route, None)
+            whole = CombineArgs(y, None, *a[1:])
+            return self.throughput.combines(CombineSpec(), whole)(whole)
         if lies_elsewhere(y, rows.local):
             self.empty_rows(y.shape[0]).copy_(y)
-        return self.throughput.combine_gathered(route, rows.table, most)
-
-    def dispatch_backward(
-        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
-    ) -> tuple[Tensor, Tensor]:
-        self._begin()
-        return self.throughput.dispatch_backward(grad_recv_x, grad_recv_weights, route)
-
-    def combine_backward(
-        self, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
-    ) -> tuple[Tensor, Tensor]:
-        self._begin()
-        return self.throughput.combine_backward(grad_out, y, recv_weights, route)
+        return self.throughput.combine_gathered(a, rows.table, most)
 
     # Split operations (streams.py).
 
-    def start(self, flight: int, operator: str, *args: Any) -> Tensor:
-        self._course.counts = False
-        latency_args: tuple[Any, ...] | None = None  # for the latency path, if it runs the operator
-        if operator == "combine":
-            y, recv_weights, route, residual, format = args
-            format = format.removeprefix("wire:")
-            args = y, recv_weights, route, residual, format
-            latency_args = (y, recv_weights, route, format) if self._sums_latency(route, format) else None
-        elif operator == "dispatch":
-            *_, sizes, delivery = args
-            latency_args = args if self._has_latency(sizes, delivery) else None
-        run, receive = functools.partial(getattr(self._beside, operator), *args), None
-        if latency_args is not None:
-            paths = self._latency_beside, self.latency
-            run = functools.partial(getattr(self._latency_beside, f"send_{operator}"), *latency_args)
-            beside, here = (functools.partial(getattr(path, operator), *latency_args, send=False) for path in paths)
-            receive = beside, here
+    def parts(self, spec: Spec, a: Any) -> Parts:
+        """Return what launches the parts of split operations which differ from these arguments in tensors only."""
+        if not self.has_latency(spec, a):
+            return self.launches(spec, a, self._beside), None
+        if isinstance(spec, DispatchSpec):
+            send = self._latency_beside.dispatches(spec, a, latency.SEND)
+            receive = [path.dispatches(spec, a, latency.RECEIVE) for path in (self._latency_beside, self.latency)]
+        else:
+            assert isinstance(spec, CombineSpec)
+            send = self._latency_beside.combines(spec, a, latency.SEND)
+            receive = [path.combines(spec, a, latency.RECEIVE) for path in (self._latency_beside, self.latency)]
+        return send, (receive[0], receive[1])
+
+    def start(self, operator: str, parts: Callable[[], Parts], a: AnyStart) -> Tensor:
+        """Start an operation in the flight of the arguments. `parts` returns what launches it."""
+        self._state.check()
         self._failures.check(self._late)
         self._forget_lost()
-        self._order.free(flight)
-        self._course.begin()
+        self._order.free(a.flight)
+        self._state.begin()
+        run, receive = parts()
         self._flights.settle()
-        self._course.begin()  # what that has launched is of another call
-        self._flights.start(flight, _tensors(args), run, receive)
-        self._order.start(flight, operator)  # it has not, where that raises
+        self._state.begin()  # what that has launched is of another call
+        later = receive and (functools.partial(receive[0], a), functools.partial(receive[1], a))
+        self._flights.start(a.flight, _tensors(a), functools.partial(run, a), later)
+        self._order.start(a.flight, operator)  # it has not, where that raises
         return ticket(self._device)
 
-    def wait(self, flight: int, operator: str, *args: Any) -> Any:
-        self._course.counts = False
+    def wait(self, operator: str, flight: int, again: Callable[[], Any]) -> Any:
+        self._state.check()
         self._order.begun(flight, operator)
         problem = self._flights.problem(flight)
         if problem is not None:
@@ -273,9 +245,9 @@ class CuteBackend:
                 del self._order.started[flight]
             raise RuntimeError(f"communicator {self._config.name!r}: ep::{operator}_wait: {problem}")
         del self._order.started[flight]
-        self._course.begin()
+        self._state.begin()
         results = self._flights.wait(flight)
-        self._course.agreed = True  # the operation has been ended in any case
+        self._state.agree()  # the operation has been ended in any case
         self._failures.check()
         return results
 
@@ -283,7 +255,7 @@ class CuteBackend:
         self._forget_lost()
         for flight, operator in [*self._order.started.items()]:
             with contextlib.suppress(Exception):
-                self.wait(flight, operator)
+                self.wait(operator, flight, _nothing)
 
     # Exceptions.
 
@@ -298,22 +270,22 @@ class CuteBackend:
         - If it raises before its first launch, its operations are rejected.
         - If some of an operation's kernels have been launched, the communicator fails.
         """
-        course, (whole, part) = self._course, parts_of(operator)
+        state, (whole, part) = self._state, parts_of(operator)
         if torch.cuda.is_current_stream_capturing() or self._failures.has_failed():
             return
-        if not course.counts:
+        if state.stage is Stage.CHECKING:
             if isinstance(error, ValueError):
                 self._run_late(operator, again, flight, max_tokens)
             return
-        if course.agreed:
+        if state.stage is Stage.AGREED:
             return
         why = f"ep::{operator}: {type(error).__name__}: {error}".rstrip(": ")
         stream = self._flights.side.stream if part == "start" else torch.cuda.current_stream(self._device)
-        if course.open or (part == "start" and self._flights.unreceived and course.ended):
+        if state.stage is Stage.LAUNCHING or (part == "start" and self._flights.unreceived and state.launched):
             with torch.cuda.stream(stream):
                 self._failures.give_up(f"launched a part of an operation, and cannot launch the rest: {why}")
             return
-        first, turns = course.ended, self._turns(whole, max_tokens)
+        first, turns = state.launched, self._turns(whole, max_tokens)
         if first and "dynamic" in whole:  # the plan has ended, and what follows is along its route
             first, turns = first - 1, self._turns("dispatch_planned", max_tokens)
         if part == "wait":
@@ -332,9 +304,9 @@ class CuteBackend:
         try:
             again()
             if part == "start":
-                self.wait(flight, whole)
+                self.wait(whole, flight, _nothing)
         except BaseException as error:
-            if not isinstance(error, ValueError) or self._course.counts:
+            if not isinstance(error, ValueError) or self._state.stage is not Stage.CHECKING:
                 self.interrupted(operator, error, again, flight, max_tokens)
         finally:
             self._late = False
@@ -348,9 +320,9 @@ class CuteBackend:
     def _check_last(self) -> None:
         """Raise the error that ended the first operation of a call on all ranks, after the host has waited for that
         operation."""
-        self._course.agreed = True
+        self._state.agree()
         self._failures.check_last()
-        self._course.agreed = False
+        self._state.resume()
 
     def reject(self, operator: str, reason: str, flight: int = 0, max_tokens: Any = 0) -> None:
         """Notify the other ranks by a kernel that runs in place of the operator's kernels: one launch for each round of
@@ -404,15 +376,15 @@ class CuteBackend:
         rows = self._rows.local.view(config.dtype).view(-1, config.hidden_size)
         return rows[:num_rows].detach()  # what autograd notes when it is written to ends with this tensor
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Raise what kernels reported, and check that no split operation is in progress. Called by every operator that
         is not split."""
-        self._course.counts = False
+        self._state.check()
         self._failures.check(self._late)
         if self._order.started:
             self._forget_lost()
             self._order.check()
-        self._course.begin()
+        self._state.begin()
 
     # ------------------------------------------------------------------ lifetime
 
@@ -425,39 +397,53 @@ class CuteBackend:
         x = torch.empty(0, config.hidden_size, dtype=config.dtype, device=self._device)
         topk_idx = torch.empty(0, config.top_k, dtype=torch.int32, device=self._device)
         weights = torch.empty(0, config.top_k, dtype=torch.float32, device=self._device)
-        rows, ranks = config.alignment, config.world_size
+        own: dict[str, Any] = {
+            "num_local_experts": self._local_experts, "world_size": config.world_size, "comm": config.name
+        }  # fmt: skip
         # Latency kernels, throughput kernels, those that go in rounds.
         bounds = sorted({1, self._problem.max_tokens, config.max_tokens_per_rank})
-        plain, fewest = Delivery(), Sizes(rows, rows, 0, bounds[0])
         for layout in (GROUPED, TOKEN_MAJOR):
-            every = [fewest._replace(max_tokens=bound, layout=layout) for bound in bounds]
-            if layout == TOKEN_MAJOR:
-                every = [sizes._replace(alignment=1) for sizes in every]
-            self.plan(topk_idx, every[0])
+            alignment = 1 if layout == TOKEN_MAJOR else config.alignment
+            plans = [
+                PlanArgs(topk_idx, config.alignment, alignment, 0, bound, **own, layout=layout) for bound in bounds
+            ]  # fmt: skip
+            self._run(plans[0])
             for given in (None, weights):
-                for sizes in every:
-                    out = self.dispatch(x, given, topk_idx, sizes, plain)
-                    route = route_of(topk_idx, out.placed, sizes, ranks)
+                for plan in plans:
+                    out = self._run(DispatchArgs(x, given, *plan))
+                    route = route_of(out.placed, plan)
                     row_weights = None if given is None else out.recv_weights
+                    along = *route.tensors, *route.ints, config.name
                     if layout == GROUPED:
-                        self.combine(out.recv_x, row_weights, route)
-                        self.combine(out.recv_x, row_weights, route, x)
-                self.start(0, "dispatch", x, given, topk_idx, every[0], plain)
-                started = self.wait(0, "dispatch")
+                        self._run(CombineArgs(out.recv_x, row_weights, *along))
+                        self._run(CombineArgs(out.recv_x, row_weights, *along, residual=x))
+                started = self._run_split("dispatch", DispatchStartArgs(x, given, *plans[0]))
+                known = *route.tensors, route.num_rows, *route.ints, config.name
                 if layout == GROUPED:
-                    small = route_of(topk_idx, started.placed, every[0], ranks)
-                    self.start(0, "combine", started.recv_x, row_weights, small, None, "")
-                    self.wait(0, "combine")
-                    self.combine_backward(x, out.recv_x, row_weights, route)
-                    self.combine_backward(x, None, row_weights, route)
-                self.dispatch_planned(x, given, route, plain)
-                self.dispatch_backward(out.recv_x, row_weights, route)
-            self.dispatch_backward(None, out.recv_weights, route)
+                    small = route_of(started.placed, plans[0])
+                    of_small = *small.tensors, *small.ints, config.name
+                    self._run_split("combine", CombineStartArgs(started.recv_x, row_weights, *of_small))
+                    self._run(CombineBackwardArgs(x, out.recv_x, row_weights, *known))
+                    self._run(CombineBackwardArgs(x, None, row_weights, *known))
+                self._run(DispatchPlannedArgs(x, given, *known, layout))
+                self._run(DispatchBackwardArgs(out.recv_x, row_weights, *along, layout))
+            self._run(DispatchBackwardArgs(None, out.recv_weights, *along, layout))
             if layout == GROUPED and config.symmetric_rows:
-                self.combine_gathered(self.empty_rows(0), route)
-        self.dispatch_dynamic(x, None, topk_idx, Sizes(UNBOUNDED, 1, 0, 1, TOKEN_MAJOR), plain)
+                self._run(CombineGatheredArgs(self.empty_rows(0), *along))
+        self._run(DispatchDynamicArgs(x, None, topk_idx, 1, 1, **own, layout=TOKEN_MAJOR))
         torch.cuda.synchronize(self._device)
         self.check_errors()
+
+    def _run(self, a: Args) -> Any:
+        spec = spec_of(a)
+        assert spec is not None
+        return self.prepare(spec).bind(a)(a)
+
+    def _run_split(self, operator: str, a: AnyStart) -> Any:
+        spec = spec_of(a)
+        assert spec is not None
+        self.prepare(spec).start(a)(a)
+        return self.wait(operator, a.flight, _nothing)
 
     # ------------------------------------------------------------------ failures (failures.py)
 
@@ -499,7 +485,43 @@ def raise_alarm(launcher: Launcher, why: str) -> None:
     launcher.get(RaiseAlarm)(0, blocks=1)(text)
 
 
-def _tensors(args: tuple[Any, ...]) -> Given:
-    """Return the tensors of an operator's arguments, including those in records."""
-    flat = itertools.chain.from_iterable(arg if isinstance(arg, tuple) else (arg,) for arg in args)
-    return tuple(value for value in flat if isinstance(value, Tensor))
+class PreparedLaunches:
+    """How the cute backend runs the calls of one specification. Launches are prepared by the first call of given sizes
+    and shapes, after its checks, because kernels may have to be compiled."""
+
+    def __init__(self, backend: CuteBackend, spec: Spec) -> None:
+        self._backend, self._spec = backend, spec
+
+    def bind(self, a: Args) -> Callable[[Any], Any]:
+        begin, run = self._backend.begin, None
+
+        def call(a: Args) -> Any:
+            nonlocal run
+            begin()
+            if run is None:
+                run = self._launches(a)
+            return run(a)
+
+        return call
+
+    def _launches(self, a: Any) -> Callable[[Any], Any]:
+        backend, spec = self._backend, self._spec
+        if not backend.has_latency(spec, a):
+            return backend.launches(spec, a, backend.throughput)
+        if isinstance(spec, DispatchSpec):
+            return backend.latency.dispatches(spec, a)
+        assert isinstance(spec, CombineSpec)
+        return backend.latency.combines(spec, a)
+
+    def start(self, a: Args) -> Callable[[Any], Tensor]:
+        parts = functools.cache(functools.partial(self._backend.parts, self._spec, a))
+        return functools.partial(self._backend.start, self._spec.kind, parts)
+
+
+def _tensors(a: AnyStart) -> Given:
+    """Return the tensors of an operator's arguments."""
+    return tuple(value for value in a if isinstance(value, Tensor))
+
+
+def _nothing() -> None:
+    """Stand for results that nobody uses."""

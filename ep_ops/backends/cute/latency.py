@@ -6,20 +6,19 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from cute_kernels import marks
 from cute_kernels.formats import Form
 from cute_kernels.heap import Problem
 from cute_kernels.latency.combine import LatencyCombine
 from cute_kernels.latency.dispatch import LatencyDispatch
 from cute_kernels.latency.sizes import WARPS
+from meta_kernels.arguments import AnyCombine, AnySizedDispatch
 
 from ...formats import OF_TOKENS
-from ...records import TOKEN_MAJOR, Delivery, DispatchTensors, Route, Sizes
-from .launcher import Launcher, Plans
+from ...records import DispatchTensors
+from ...specs import CombineSpec, DispatchSpec
+from .launcher import Launcher
 from .outputs import Outputs, published_slots
-from .row_format import RowFormat, row_format
 
 SMALL_BATCH_TOKENS = 16
 """A dispatch of fewer tokens uses more sending blocks: one packet for each block is faster than more receiving blocks.
@@ -28,13 +27,8 @@ SMALL_BATCH_TOKENS = 16
 NOTHING: Any = DispatchTensors(*[None] * len(DispatchTensors._fields))  # type: ignore[arg-type]
 """The outputs of a kernel that only sends."""
 
-PARTS = WHOLE, *_ = ((True, True), (True, False), (False, True))
+PARTS = WHOLE, SEND, RECEIVE = ((True, True), (True, False), (False, True))
 """Whether a kernel sends and receives: a whole operation, a start, a wait."""
-
-Dispatches = Callable[[Tensor, Tensor | None, Tensor, Tensor | None], DispatchTensors]
-"""Runs dispatches of the same sizes and format; takes (x, topk_weights, topk_idx, scales)."""
-Combines = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], Any]
-"""Runs combines of the same sizes and format; takes (y, recv_weights, topk_idx, send_rows, arrivals)."""
 
 Deal = tuple[int, int, int]
 """Roles of a kernel's blocks: number that send, first that receives, number of blocks."""
@@ -58,19 +52,18 @@ def takes_sums(problem: Problem, format: str) -> bool:
     return Form(format, problem.hidden_size).block <= 32
 
 
-def kernels_of_format(problem: Problem, tokens: int, how: RowFormat) -> list[Any]:
+def kernels_of_format(problem: Problem, tokens: int, spec: DispatchSpec) -> list[Any]:
     """Return the kernels of dispatches and combines in a format, for quantized and unquantized x."""
-    given = (False, True) if how.layout else (False,)
+    arrives, sent_as = spec.scales_layout, spec.sent_as
+    given = (False, True) if arrives else (False,)
     found: list[Any] = []
     for weights, (send, receive), g in itertools.product((False, True), PARTS, given):
-        layout = how.layout if receive else ""
-        token_major = (False, True) if receive and how.layout in ("", *OF_TOKENS) else (False,)
-        found += [
-            LatencyDispatch(problem, tokens, weights, send, receive, how.format, layout, g, t) for t in token_major
-        ]
-    if how.sums and takes_sums(problem, how.format):
+        layout = arrives if receive else ""
+        token_major = (False, True) if receive and arrives in ("", *OF_TOKENS) else (False,)
+        found += [LatencyDispatch(problem, tokens, weights, send, receive, sent_as, layout, g, t) for t in token_major]
+    if spec.sums and takes_sums(problem, sent_as):
         both = itertools.product((False, True), PARTS)
-        found += [LatencyCombine(problem, tokens, weights, *parts, how.format) for weights, parts in both]
+        found += [LatencyCombine(problem, tokens, weights, *parts, sent_as) for weights, parts in both]
     return found
 
 
@@ -82,14 +75,13 @@ class LatencyPath:
 
     def __init__(self, launcher: Launcher, outputs: Outputs, tokens: int) -> None:
         self.tokens = tokens
-        self._kernel, self._outputs, self._course = launcher.get, outputs, launcher.course
+        self._kernel, self._outputs, self._state = launcher.get, outputs, launcher.state
         self._multiprocessors = launcher.multiprocessors
         self._problem = problem = launcher.problem
         self._alone = problem.world_size == 1
         self._far = problem.world_size - problem.domain_ranks
         self._far_rows = min(problem.top_k, self._far)  # of a token
         self._near_copies = min(problem.top_k, problem.domain_ranks - 1)  # of a token, at most
-        self._plans = Plans()
         self.deal: Deal | None = None  # instead of the choice below; benchmarks set it
 
     def _dispatch_deal(self, max_tokens: int, send: bool, receive: bool) -> Deal:
@@ -122,94 +114,62 @@ class LatencyPath:
             senders = sms
         return self.deal or self._with_puts(senders, self._far * max_tokens, send)
 
-    def dispatch(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery,
-        *, send: bool = True,
-    ) -> DispatchTensors:  # fmt: skip
-        """Run ep::dispatch. It is complete when the kernel ends, because the kernel has seen every row that any rank
-        sends here."""
-        run = self.dispatches(topk_weights is not None, topk_idx.shape[0], sizes, row_format(delivery), (send, True))
-        return run(x, topk_weights, topk_idx, delivery.scales)
-
-    def send_dispatch(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
-    ) -> None:
-        """Run the first part of a dispatch. The second part is a dispatch that does not `send`."""
-        run = self.dispatches(topk_weights is not None, topk_idx.shape[0], sizes, row_format(delivery), (True, False))
-        run(x, topk_weights, topk_idx, delivery.scales)
-
     def dispatches(
-        self, weighted: bool, tokens: int, sizes: Sizes, how: RowFormat, part: tuple[bool, bool] = WHOLE
-    ) -> Dispatches:
-        """Return the function that runs dispatches which differ only in tensors."""
-        key = weighted, tokens, sizes, how, part, self.deal
-        return self._plans.get(key) or self._plans.add(key, self._plan_dispatch(*key[:-1]))
-
-    def _plan_dispatch(
-        self, weighted: bool, tokens: int, sizes: Sizes, how: RowFormat, part: tuple[bool, bool]
-    ) -> Dispatches:
-        token_major, max_tokens = sizes.layout == TOKEN_MAJOR, sizes.max_tokens
-        # Where rows only leave it is all the same how they arrive.
-        layout, by_token = (how.layout, token_major) if part[1] else ("", False)
+        self, spec: DispatchSpec, a: AnySizedDispatch, part: tuple[bool, bool] = WHOLE
+    ) -> Callable[[Any], DispatchTensors]:
+        """Return a function that runs dispatches which differ from these arguments in tensors only. A dispatch is
+        complete when its kernel ends, because the kernel has seen every row that any rank sends here. `part`: what the
+        kernel does; a part that only sends returns nothing of use."""
+        tokens, max_tokens = a.topk_idx.shape[0], a.max_tokens
+        # Where rows only leave, it does not matter how they arrive.
+        layout, by_token = (spec.scales_layout, spec.token_major) if part[1] else ("", False)
         senders, first_receiver, blocks = self._dispatch_deal(max_tokens, *part)
-        bind = self._kernel(LatencyDispatch, self.tokens, weighted, *part, how.format, layout, how.given, by_token)
+        bind = self._kernel(
+            LatencyDispatch, self.tokens, spec.weighted, *part, spec.sent_as, layout, spec.scaled, by_token
+        )
+        terms = marks.pack(
+            "dispatch", max_tokens, spec.weighted, latency=True, format=spec.sent_as, token_major=spec.token_major
+        )
         launch = bind(
-            marks.pack("dispatch", max_tokens, weighted, latency=True, format=how.format, token_major=token_major),
-            tokens=tokens, max_tokens=max_tokens, capacity=sizes.capacity, alignment=sizes.alignment,
-            slots=published_slots(sizes), zeros=int(how.zeros), senders=senders, first_receiver=first_receiver,
+            terms, tokens=tokens, max_tokens=max_tokens, capacity=a.capacity, alignment=a.alignment,
+            slots=published_slots(a), zeros=int(spec.zeros), senders=senders, first_receiver=first_receiver,
             blocks=blocks,
         )  # fmt: skip
-        make = self._outputs.dispatched(weighted, tokens, sizes, how) if part[1] else lambda: NOTHING
-        course = self._course
+        make = self._outputs.dispatched(spec, tokens, a.capacity, a.slots) if part[1] else lambda: NOTHING
+        state = self._state
 
-        def run(x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, scales: Tensor | None) -> DispatchTensors:
+        def run(a: AnySizedDispatch) -> DispatchTensors:
             out = make()
             recv_x, recv_scales, recv_weights, send_rows, arrivals, offs, counts, dropped, recv_idx = out
-            course.open = True
+            state.launch()
             launch(
-                x, topk_weights, scales, topk_idx, send_rows, arrivals, offs, counts, dropped, recv_x, recv_weights,
-                recv_scales, recv_idx,
+                a.x, a.topk_weights, a.scales, a.topk_idx, send_rows, arrivals, offs, counts, dropped, recv_x,
+                recv_weights, recv_scales, recv_idx,
             )  # fmt: skip
-            course.end()
+            state.end()
             return out
 
         return run
 
-    def combine(
-        self, y: Tensor, recv_weights: Tensor | None, route: Route, format: str = "", *, send: bool = True
-    ) -> Tensor:
-        """Run ep::combine. It is complete when the kernel ends, because the kernel has seen every sum that the route
-        expects."""
-        run = self.combines(recv_weights is not None, route, format, (send, True))
-        return run(y, recv_weights, route.topk_idx, route.send_rows, route.arrivals)
-
-    def send_combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, format: str = "") -> None:
-        """Run the first part of a combine. The second part is a combine that does not `send`."""
-        run = self.combines(recv_weights is not None, route, format, (True, False))
-        run(y, recv_weights, route.topk_idx, route.send_rows, route.arrivals)
-
-    def combines(self, weighted: bool, route: Route, format: str, part: tuple[bool, bool] = WHOLE) -> Combines:
-        """Return the function that runs combines which differ only in tensors."""
-        key = weighted, route.topk_idx.shape[0], route.max_tokens, route.num_rows, format, part, self.deal
-        return self._plans.get(key) or self._plans.add(key, self._plan_combine(*key[:-1]))
-
-    def _plan_combine(
-        self, weighted: bool, tokens: int, max_tokens: int, num_rows: int, format: str, part: tuple[bool, bool]
-    ) -> Combines:
-        row_packets = LatencyCombine(self._problem, self.tokens, weighted, format=format).row_packets
+    def combines(self, spec: CombineSpec, a: AnyCombine, part: tuple[bool, bool] = WHOLE) -> Callable[[Any], Any]:
+        """Return a function that runs combines which differ from these arguments in tensors only. A combine is
+        complete when its kernel ends, because the kernel has seen every sum that the route expects."""
+        tokens, max_tokens, format = a.topk_idx.shape[0], a.max_tokens, spec.sent_as
+        row_packets = LatencyCombine(self._problem, self.tokens, spec.weighted, format=format).row_packets
         senders, first_receiver, blocks = self._combine_deal(max_tokens, row_packets, *part)
-        launch = self._kernel(LatencyCombine, self.tokens, weighted, *part, format)(
+        launch = self._kernel(LatencyCombine, self.tokens, spec.weighted, *part, format)(
             marks.pack("combine", max_tokens, latency=True, format=format), tokens=tokens, max_tokens=max_tokens,
-            num_rows=num_rows, senders=senders, first_receiver=first_receiver, blocks=blocks,
+            num_rows=a.y.shape[0], senders=senders,
+            first_receiver=first_receiver, blocks=blocks,
         )  # fmt: skip
         make = self._outputs.tokens if part[1] else lambda tokens: None
-        course = self._course
+        state = self._state
 
-        def run(y: Tensor, recv_weights: Tensor | None, topk_idx: Tensor, send_rows: Tensor, arrivals: Tensor) -> Any:
+        def run(a: AnyCombine) -> Any:
             out = make(tokens)
-            course.open = True
-            launch(y, recv_weights, topk_idx, send_rows, arrivals, out)
-            course.end()
+            state.launch()
+            launch(a.y, a.recv_weights, a.topk_idx, a.send_rows, a.arrivals, out)
+            state.end()
             return out
 
         return run

@@ -14,9 +14,7 @@ from cute_kernels.heap import Problem
 from cute_kernels.launch import Kernel, RankArgs, names
 
 from ...symmetric import SymmetricBuffer, nvshmem
-from .course import Course
-
-MOST_PLANS = 1024
+from .call_state import CallState
 
 Launch = Callable[..., None]
 """Launches a kernel on tensors, passed in the order of `kernel.Args`, which is fastest, or by name. None or left out if
@@ -25,27 +23,17 @@ Bind = Callable[..., Launch]
 """Returns the launch of a kernel with (terms, **numbers): all numbers of `kernel.Args`, by name."""
 
 
-class Plans(dict[Any, Any]):
-    """Values computed once for operations of the same sizes, by these sizes; at most :data:`MOST_PLANS`."""
-
-    def add(self, key: Any, plan: Any) -> Any:
-        if len(self) >= MOST_PLANS:
-            self.clear()
-        self[key] = plan
-        return plan
-
-
 class Launcher:
     """Launches the kernels of one rank of a communicator, on its device."""
 
     def __init__(
         self, problem: Problem, heap: SymmetricBuffer, multiprocessors: int, rest: tuple[int, int, int],
-        stream: Callable[[int], int] | None = None, course: Course | None = None,
+        stream: Callable[[int], int] | None = None, state: CallState | None = None,
     ) -> None:  # fmt: skip
         """Create the launcher of a rank. `heap`: its address; `rest`: rank, address of the report, deadline of waits in
-        ns. `stream`: function from device index to the stream; None: the current stream. `course`: progress of the
+        ns. `stream`: function from device index to the stream; None: the current stream. `state`: progress of the
         communicator's calls."""
-        self.course = course or Course()
+        self.state = state or CallState()
         self.problem, self.device = problem, heap.local.device
         device = self.device
         properties = torch.cuda.get_device_properties(device)

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from cute_kernels import jit
 from cute_kernels.gemm.few_rows import FewRows, rows_of, tile_of
-from cute_kernels.local.expert_lists import ExpertLists
+from cute_kernels.local.expert_lists import MakeExpertLists
 from cute_kernels.local.places_route import PlacesRoute
 from cute_kernels.local.row_pieces import WARPS
 from cute_kernels.local.sum_rows import SumRows
-from cute_kernels.local.swiglu import SwiGLU
+from cute_kernels.local.swiglu import SwiGLURows
 
 from ...formats import Segments
 from .sizing import DTYPES
@@ -37,7 +37,7 @@ def readable(tensor: Tensor) -> Tensor:
 
 
 def swiglu(
-    kernel: SwiGLU, x: Tensor, out: Tensor, segments: Segments, slots: int, grad: Tensor | None = None,
+    kernel: SwiGLURows, x: Tensor, out: Tensor, segments: Segments, slots: int, grad: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> None:  # fmt: skip
     rows, experts = x.shape[0], segments.offs.shape[0]
@@ -57,7 +57,7 @@ def expert_lists(local_idx: Tensor, experts: int, alignment: int, made: tuple[Te
     entries, length = local_idx.numel(), made[0].shape[0]
     blocks = _blocks_for(max(entries, length), local_idx.device)
     numbers = entries, local_idx.shape[1], length, alignment
-    _run(ExpertLists(experts), blocks, local_idx.device, (local_idx, *made), *numbers)
+    _run(MakeExpertLists(experts), blocks, local_idx.device, (local_idx, *made), *numbers)
 
 
 def places_route(

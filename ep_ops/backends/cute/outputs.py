@@ -10,11 +10,12 @@ from torch import Tensor
 from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
 
 from cute_kernels.heap import Problem
+from meta_kernels.arguments import AnySizedDispatch, PlanArgs
 
 from ... import arrivals
 from ...formats import Grid, format_of, scales_shape
-from ...records import DISTINCT, NO_IDS, NO_SCALES, TOKEN_MAJOR, DispatchTensors, Placed, Received, Sizes
-from .row_format import AS_GIVEN, RowFormat
+from ...records import DISTINCT, GROUPED, NO_IDS, NO_SCALES, DispatchTensors, Placed, Received
+from ...specs import DispatchSpec
 from .sizing import DTYPES
 
 Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -38,9 +39,13 @@ def allocator(device: torch.device) -> New:
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-def published_slots(sizes: Sizes) -> int:
+PLAIN, WEIGHTED = (DispatchSpec("dispatch_planned", GROUPED, weighted) for weighted in (False, True))
+"""Rows in their own dtype, without and with a number for each."""
+
+
+def published_slots(a: PlanArgs | AnySizedDispatch) -> int:
     """Return what kernels that publish a route get as `slots`: -1 if the ids of a token must be distinct."""
-    return -1 if sizes.layout == DISTINCT else sizes.slots
+    return -1 if a.layout == DISTINCT else a.slots
 
 
 class Outputs:
@@ -52,13 +57,11 @@ class Outputs:
         self._local = (num_local_experts,)
         self._device = device
 
-    def dispatched(
-        self, weighted: bool, tokens: int, sizes: Sizes, how: RowFormat = AS_GIVEN
-    ) -> Callable[[], DispatchTensors]:
+    def dispatched(self, spec: DispatchSpec, tokens: int, num_rows: int, slots: int) -> Callable[[], DispatchTensors]:
         """Return a function that allocates the results of a dispatch of `tokens` tokens."""
-        device, token_major = self._device, sizes.layout == TOKEN_MAJOR
-        rows, scales, weights = self._received(weighted, sizes.capacity, how, sizes.slots, token_major)
-        sent, lists, local, ids = self._placed(tokens, sizes.capacity, token_major)
+        device = self._device
+        rows, scales, weights = self._received(spec, num_rows, slots)
+        sent, lists, local, ids = self._placed(tokens, num_rows, spec.token_major)
         no_scales, no_ids = NO_SCALES[device], NO_IDS[device]
 
         def make() -> DispatchTensors:
@@ -77,12 +80,10 @@ class Outputs:
         recv_idx = NO_IDS[self._device] if ids is None else new(*ids)
         return _new(Placed, (new(*sent), new(*lists), new(*local), new(*local), new(*local), recv_idx))
 
-    def received(
-        self, weighted: bool, num_rows: int, how: RowFormat = AS_GIVEN, slots: int = 0, token_major: bool = False
-    ) -> Received:
+    def received(self, spec: DispatchSpec, num_rows: int, slots: int = 0) -> Received:
         """Allocate received rows, or rows of gradients, with their scales and weights."""
         new = allocator(self._device)
-        rows, scales, weights = self._received(weighted, num_rows, how, slots, token_major)
+        rows, scales, weights = self._received(spec, num_rows, slots)
         return _new(Received, (new(*rows), NO_SCALES[self._device] if scales is None else new(*scales), new(*weights)))
 
     def _placed(self, tokens: int, num_rows: int, token_major: bool) -> tuple[Kind, Kind, Kind, Kind | None]:
@@ -92,17 +93,16 @@ class Outputs:
         ids = _kind(ints, num_rows, top_k) if token_major else None
         return _kind(ints, tokens, top_k), _kind(ints, lists), _kind(ints, *self._local), ids
 
-    def _received(
-        self, weighted: bool, num_rows: int, how: RowFormat, slots: int, token_major: bool
-    ) -> tuple[Kind, Kind | None, Kind]:
+    def _received(self, spec: DispatchSpec, num_rows: int, slots: int) -> tuple[Kind, Kind | None, Kind]:
         """Return the kinds of the fields of `Received`."""
-        rows = _kind(torch.float8_e4m3fn if how.layout else self._dtype, num_rows, self._hidden)
+        layout, weighted = spec.scales_layout, spec.weighted
+        rows = _kind(torch.float8_e4m3fn if layout else self._dtype, num_rows, self._hidden)
         scales = None
-        if how.layout:
+        if layout:
             grid = Grid(num_rows, slots, self._local[0], self._hidden)
-            shape, dtype = scales_shape(format_of(how.format), how.layout, grid)
+            shape, dtype = scales_shape(format_of(spec.format), layout, grid)
             scales = _kind(dtype, *shape)
-        shape = (num_rows, self._top_k) if weighted and token_major else (num_rows if weighted else 0,)
+        shape = (num_rows, self._top_k) if weighted and spec.token_major else (num_rows if weighted else 0,)
         return rows, scales, _kind(torch.float32, *shape)
 
     def tokens(self, tokens: int) -> Tensor:

@@ -30,8 +30,8 @@ import torch
 
 from cute_kernels.heap import RING_BYTES, SEND, Problem
 
+from ...specs import DispatchSpec
 from ..budget import Budget
-from .row_format import RowFormat
 
 PULL = 320e9
 """Bytes per second that a rank fetches from its peers by bulk copies of rows, in one direction."""
@@ -322,12 +322,12 @@ class OperationSms:
         needed = self._aside and self.budget.modelled[1]
         return min(most, traffic.combine_sms(self._sms)) if needed else most
 
-    def pulling(self, traffic: TokenTraffic, how: RowFormat) -> int:
+    def pulling(self, traffic: TokenTraffic, spec: DispatchSpec) -> int:
         """Return the SMs that fetch rows. Rows in a format use more, at least as many as a rank with more rows, unless
         a budget was set or computation runs concurrently."""
         more = 0
-        if how.format and self.beyond:
-            packed = how.layout == "packed" and traffic.fast_memory
+        if spec.format and self.beyond:
+            packed = spec.scales_layout == "packed" and traffic.fast_memory
             more = max(self.beyond, int(self._sms * (PACKED_SHARE if packed else FORMAT_SHARE)))
         return max(self.dispatch(traffic), min(more, self.budget.most_dispatch))
 

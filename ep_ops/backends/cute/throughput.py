@@ -18,14 +18,34 @@ from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.pull_scaled import PullScaled
+from meta_kernels.arguments import (
+    AnyCombine,
+    AnyCombineBackward,
+    AnyDispatchBackward,
+    AnySizedDispatch,
+    CombineArgs,
+    CombineGatheredArgs,
+    DispatchPlannedArgs,
+    PlanArgs,
+)
 
 from ... import arrivals
 from ...formats import OF_TOKENS
-from ...records import TOKEN_MAJOR, Delivery, DispatchTensors, Placed, Received, Route, Sizes, route_of
+from ...records import (
+    TOKEN_MAJOR,
+    DispatchTensors,
+    Placed,
+    Received,
+    Route,
+    gradient_route,
+    plan_in,
+    route_in,
+    route_of,
+)
+from ...specs import CombineSpec, DispatchBackwardSpec, DispatchSpec
 from ..budget import Budget
-from .launcher import Launch, Launcher, Plans
-from .outputs import Outputs, published_slots
-from .row_format import AS_GIVEN, RowFormat, row_format
+from .launcher import Launch, Launcher
+from .outputs import PLAIN, WEIGHTED, Outputs, published_slots
 from .sm_model import OperationSms, TokenTraffic
 from .streams import Side
 
@@ -72,25 +92,21 @@ def kernels_of(problem: Problem) -> list[Any]:
     return [*_dispatch_kernels(problem), *others]
 
 
-def kernels_of_format(problem: Problem, how: RowFormat) -> list[Any]:
+def kernels_of_format(problem: Problem, spec: DispatchSpec) -> list[Any]:
     """Return the kernels of dispatches and combines in a format, for quantized and unquantized x."""
-    alone = problem.world_size == 1
+    alone, layout, sent_as = problem.world_size == 1, spec.scales_layout, spec.sent_as
     parts: list[tuple[bool, bool]] = [(False, False), (True, False), *([] if alone else [(True, True)])]
-    given = (False, True) if how.layout else (False,)
+    given = (False, True) if layout else (False,)
     found: list[Any] = []
     for weights in (False, True):
-        found += [
-            Publish(problem, route, True, weights, False, how.format, g) for route in (False, True) for g in given
-        ]
-        found += [Pull(problem, weights, False, placed, joins, how.format, how.layout) for placed, joins in parts]
-    if how.layout in ("", *OF_TOKENS):
+        found += [Publish(problem, route, True, weights, False, sent_as, g) for route in (False, True) for g in given]
+        found += [Pull(problem, weights, False, placed, joins, sent_as, layout) for placed, joins in parts]
+    if layout in ("", *OF_TOKENS):
         tokens = [(True, False), (True, True), (False, True)]  # along a known route without weights there is no need
-        found += [PublishTokens(problem, route, True, w, False, how.format, g) for route, w in tokens for g in given]
-    if how.sums:
+        found += [PublishTokens(problem, route, True, w, False, sent_as, g) for route, w in tokens for g in given]
+    if spec.sums:
         options = itertools.product((False, True), repeat=2)
-        found += [
-            Combine(problem, True, weighted, False, residual, False, how.format) for weighted, residual in options
-        ]
+        found += [Combine(problem, True, weighted, False, residual, False, sent_as) for weighted, residual in options]
     return found
 
 
@@ -125,31 +141,45 @@ class ThroughputPath:
             side: the side stream. Kernels on it run concurrently with computation and use fewer resources: no surplus
                 blocks take part, and few multiprocessors stage rows.
         """
-        self._kernel, self._side, self._course = launcher.get, side, launcher.course
-        self._problem, self._outputs, self._plans = launcher.problem, outputs, Plans()
+        self._kernel, self._side, self._state = launcher.get, side, launcher.state
+        self._problem, self._outputs = launcher.problem, outputs
         self.sms = OperationSms(launcher.problem, budget, traffic, launcher.multiprocessors, side is not None)
 
-    def plan(self, topk_idx: Tensor, sizes: Sizes, num_rows: int | None = None) -> Placed:
+    def _by_budget(self, make: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a function that returns the launches of the current budget, each made once."""
+        budget = self.sms.budget
+        made: dict[Any, Any] = {}
+
+        def current() -> Any:
+            found = made.get(budget.asked)
+            if found is None:
+                found = made[budget.asked] = make()
+            return found
+
+        current()  # kernels are compiled before the call begins
+        return current
+
+    def plan(self, a: PlanArgs, num_rows: int | None = None) -> Placed:
         """Run a plan whose lists have room for `num_rows` rows, or for the capacity if None."""
-        num_rows, token_major = sizes.capacity if num_rows is None else num_rows, sizes.layout == TOKEN_MAJOR
-        placed = self._outputs.placed(topk_idx.shape[0], num_rows, token_major)
-        terms = marks.pack("plan", sizes.max_tokens, rows=False, token_major=token_major)
-        self._plan(terms, topk_idx, placed, sizes, num_rows)
+        num_rows, token_major = a.capacity if num_rows is None else num_rows, a.layout == TOKEN_MAJOR
+        placed = self._outputs.placed(a.topk_idx.shape[0], num_rows, token_major)
+        terms = marks.pack("plan", a.max_tokens, rows=False, token_major=token_major)
+        self._plan(terms, a, placed, num_rows)
         return placed
 
-    def _plan(self, terms: int, topk_idx: Tensor, placed: Placed, sizes: Sizes, num_rows: int) -> None:
+    def _plan(self, terms: int, a: PlanArgs, placed: Placed, num_rows: int) -> None:
         """Publish and place a route, and nothing else."""
-        variant, token_major = (True, False, False, True), sizes.layout == TOKEN_MAJOR
+        variant, token_major = (True, False, False, True), a.layout == TOKEN_MAJOR
         blocks = self.sms.publishing(variant, 0)
         if token_major:
             blocks += bool(self._problem.domains)  # local ids are relayed
         publish = self._kernel(publisher(token_major, False, False), *variant)(
-            terms, tokens=topk_idx.shape[0], max_tokens=sizes.max_tokens, capacity=sizes.capacity, num_rows=num_rows,
-            alignment=sizes.alignment, slots=published_slots(sizes), blocks=blocks,
+            terms, tokens=a.topk_idx.shape[0], max_tokens=a.max_tokens, capacity=a.capacity, num_rows=num_rows,
+            alignment=a.alignment, slots=published_slots(a), blocks=blocks,
         )  # fmt: skip
-        with self._course:
+        with self._state:
             publish(
-                topk_idx=topk_idx, send_rows=placed.send_rows, arrivals=placed.arrivals, offs=placed.offs,
+                topk_idx=a.topk_idx, send_rows=placed.send_rows, arrivals=placed.arrivals, offs=placed.offs,
                 counts=placed.counts, dropped=placed.dropped, recv_idx=placed.recv_idx,
             )  # fmt: skip
 
@@ -180,90 +210,107 @@ class ThroughputPath:
         """Return a context in which torch runs operations between kernels."""
         return contextlib.nullcontext() if self._side is None else self._side.entered()
 
-    def dispatch(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
-    ) -> DispatchTensors:
-        how, weighted, token_major = row_format(delivery), topk_weights is not None, sizes.layout == TOKEN_MAJOR
-        received = self._outputs.received(weighted, sizes.capacity, how, sizes.slots, token_major)
-        placed = self._outputs.placed(topk_idx.shape[0], sizes.capacity, token_major)
-        recv_x, recv_scales, recv_weights = received
-        if self.rounds(sizes.max_tokens) > 1:
-            terms = marks.pack("dispatch", sizes.max_tokens, weighted, format=how.format, token_major=token_major)
-            self._plan(terms, topk_idx, placed, sizes, sizes.capacity)
-            self._along(
-                terms, x, topk_weights, route_of(topk_idx, placed, sizes, self._problem.world_size), delivery, received
-            )
-            return _new(DispatchTensors, (*received, *placed))
-        key = sizes, how, weighted, x.shape[0], self.sms.budget.asked
-        publish, pulls = self._plans.get(key) or self._plans.add(key, self._plan_dispatch(*key[:-1]))
-        send_rows, arrived, offs, counts, dropped, recv_idx = placed
-        with self._course:
-            publish(
-                x=x, scales=delivery.scales, topk_idx=topk_idx, topk_weights=topk_weights, send_rows=send_rows,
-                arrivals=arrived, offs=offs, counts=counts, dropped=dropped, recv_weights=recv_weights,
-                recv_idx=recv_idx,
-            )  # fmt: skip
-            for pull in pulls:
-                pull(
-                    x=x, arrivals=arrived, offs=offs, counts=counts, recv_x=recv_x, recv_weights=recv_weights,
-                    recv_scales=recv_scales,
-                )  # fmt: skip
-        return _new(DispatchTensors, (*received, *placed))
+    def dispatches(self, spec: DispatchSpec, a: AnySizedDispatch) -> Callable[[Any], DispatchTensors]:
+        """Return a function that runs dispatches along new routes which differ from these arguments in tensors only."""
+        tokens, outputs = a.topk_idx.shape[0], self._outputs
+        if self.rounds(a.max_tokens) > 1:
+            return functools.partial(self._dispatch_in_rounds, spec)
+        current = self._by_budget(functools.partial(self._plan_dispatch, spec, plan_in(a), tokens))
+        capacity, slots, state = a.capacity, a.slots, self._state
 
-    def _plan_dispatch(self, sizes: Sizes, how: RowFormat, weighted: bool, tokens: int) -> tuple[Launch, list[Launch]]:
+        def run(a: AnySizedDispatch) -> DispatchTensors:
+            publish, pulls = current()
+            received = outputs.received(spec, capacity, slots)
+            placed = outputs.placed(tokens, capacity, spec.token_major)
+            recv_x, recv_scales, recv_weights = received
+            send_rows, arrived, offs, counts, dropped, recv_idx = placed
+            with state:
+                publish(
+                    x=a.x, scales=a.scales, topk_idx=a.topk_idx, topk_weights=a.topk_weights, send_rows=send_rows,
+                    arrivals=arrived, offs=offs, counts=counts, dropped=dropped, recv_weights=recv_weights,
+                    recv_idx=recv_idx,
+                )  # fmt: skip
+                for pull in pulls:
+                    pull(
+                        x=a.x, arrivals=arrived, offs=offs, counts=counts, recv_x=recv_x, recv_weights=recv_weights,
+                        recv_scales=recv_scales,
+                    )  # fmt: skip
+            return _new(DispatchTensors, (*received, *placed))
+
+        return run
+
+    def _dispatch_in_rounds(self, spec: DispatchSpec, a: AnySizedDispatch) -> DispatchTensors:
+        received = self._outputs.received(spec, a.capacity, a.slots)
+        placed = self._outputs.placed(a.topk_idx.shape[0], a.capacity, spec.token_major)
+        terms, plan = self._terms("dispatch", spec, a.max_tokens), plan_in(a)
+        self._plan(terms, plan, placed, a.capacity)
+        self._along(terms, spec, a.x, a.topk_weights, a.scales, route_of(placed, plan), received)
+        return DispatchTensors(*received, *placed)
+
+    @staticmethod
+    def _terms(kind: str, spec: DispatchSpec, max_tokens: int) -> int:
+        return marks.pack(kind, max_tokens, spec.weighted, format=spec.sent_as, token_major=spec.token_major)
+
+    def _plan_dispatch(self, spec: DispatchSpec, plan: PlanArgs, tokens: int) -> tuple[Launch, list[Launch]]:
         """Return the launches of publish and pull for dispatches that differ only in tensors."""
-        capacity, alignment, slots, max_tokens, layout = sizes
-        token_major = layout == TOKEN_MAJOR
-        traffic = self.sms.traffic_of(capacity, tokens, token_major)
-        pulling = self.sms.pulling(traffic, how)
+        traffic = self.sms.traffic_of(plan.capacity, tokens, spec.token_major)
+        pulling = self.sms.pulling(traffic, spec)
         beyond = max(0, self.sms.beyond - pulling) if pulling > 1 else 0
         # A grid that may join has one block in any case.
         dealt, joining = (pulling - 1, 1 + beyond) if beyond else (pulling, 0)
-        terms = marks.pack("dispatch", max_tokens, weighted, format=how.format, token_major=token_major)
-        sizes_of = dict(max_tokens=max_tokens, alignment=alignment, num_rows=capacity)
-        pushed = pushes(self._problem, how.format, token_major)
-        variant = (True, self._stages(how), weighted, False, how.format, how.given, pushed)
-        publish = self._kernel(publisher(token_major, False, weighted), *variant)(
-            terms, tokens=tokens, capacity=capacity, slots=published_slots(sizes),
+        terms = self._terms("dispatch", spec, plan.max_tokens)
+        sizes_of = dict(
+            max_tokens=plan.max_tokens, alignment=plan.alignment, num_rows=plan.capacity
+        )  # fmt: skip
+        pushed = pushes(self._problem, spec.sent_as, spec.token_major)
+        variant = (True, self._stages(spec), spec.weighted, False, spec.sent_as, spec.scaled, pushed)
+        publish = self._kernel(publisher(spec.token_major, False, spec.weighted), *variant)(
+            terms, tokens=tokens, capacity=plan.capacity, slots=published_slots(plan),
             blocks=self.sms.publishing(variant, pulling, pushed), **sizes_of,
         )  # fmt: skip
-        zeros = int(how.zeros and not token_major)  # there is no padding
+        zeros = int(spec.zeros and not spec.token_major)  # there is no padding
         pulls: list[Launch] = [
-            self._kernel(Pull, weighted, False, True, joins, how.format, how.layout, pushed)(
+            self._kernel(Pull, spec.weighted, False, True, joins, spec.sent_as, spec.scales_layout, pushed)(
                 terms, zeros=zeros, dealt=dealt, expected=traffic.expected(tokens), joining=joining, blocks=blocks,
-                slots=slots, **sizes_of,
+                slots=plan.slots, **sizes_of,
             )
             for joins, blocks in ((False, dealt), (True, joining)) if blocks
         ]  # fmt: skip
         return publish, pulls
 
-    def _stages(self, how: RowFormat) -> bool:
+    def _stages(self, spec: DispatchSpec) -> bool:
         """Return whether x is staged. A single rank reads its own rows in place, unless they are sent in a format."""
-        return self._problem.world_size > 1 or bool(how.format)
+        return self._problem.world_size > 1 or bool(spec.format)
 
-    def along(self, kind: str, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery) -> Received:
+    def dispatch_planned(self, spec: DispatchSpec, a: DispatchPlannedArgs) -> Received:
+        """Dispatch along a known route."""
+        route = route_in(a, a.num_rows, a.layout, a.slots)
+        return self.along("dispatch_planned", spec, a.x, a.topk_weights, a.scales, route)
+
+    def along(
+        self, kind: str, spec: DispatchSpec, x: Tensor, topk_weights: Tensor | None, scales: Tensor | None, route: Route
+    ) -> Received:
         """Dispatch along a known route, as an operation of that kind."""
-        how, weighted, token_major = row_format(delivery), topk_weights is not None, route.layout == TOKEN_MAJOR
-        received = self._outputs.received(weighted, route.num_rows, how, route.slots, token_major)
-        terms = marks.pack(kind, route.max_tokens, weighted, format=how.format, token_major=token_major)
-        self._along(terms, x, topk_weights, route, delivery, received)
+        received = self._outputs.received(spec, route.num_rows, route.slots)
+        self._along(self._terms(kind, spec, route.max_tokens), spec, x, topk_weights, scales, route, received)
         return received
 
     def _along(
-        self, terms: int, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery, received: Received
-    ) -> None:
+        self, terms: int, spec: DispatchSpec, x: Tensor, topk_weights: Tensor | None, scales: Tensor | None,
+        route: Route, received: Received,
+    ) -> None:  # fmt: skip
         """Dispatch along a known route into `received`."""
-        how, weighted, token_major = row_format(delivery), topk_weights is not None, route.layout == TOKEN_MAJOR
+        weighted, token_major = spec.weighted, spec.token_major
         traffic = self.sms.traffic_of(route.num_rows, x.shape[0], token_major)
-        pulling = self.sms.pulling(traffic, how)
+        pulling = self.sms.pulling(traffic, spec)
         recv_x, recv_scales, recv_weights = received
         joining = max(0, self.sms.beyond - pulling)
         whole = self.rounds(route.max_tokens) == 1
         if not whole and weighted and token_major:
             with self._on_stream():
                 recv_weights.zero_()  # a round does not know what lies behind the last copy
-        zeros = int(how.zeros and not token_major)
-        pushed = pushes(self._problem, how.format, token_major)
+        zeros = int(spec.zeros and not token_major)
+        pushed = pushes(self._problem, spec.sent_as, token_major)
         for here, part in self._parts(route):
             of_x = _of(x, here)
             publish = self._publishing(
@@ -273,17 +320,19 @@ class ThroughputPath:
                 _of(topk_weights, here),
                 recv_weights,
                 part,
-                how,
-                _of(delivery.scales, here),
+                spec,
+                _of(scales, here),
                 cleared=whole,
                 pushed=pushed,
             )
-            pull = self._kernel(Pull, weighted, publish is None, False, False, how.format, how.layout, pushed)(
+            pull = self._kernel(
+                Pull, weighted, publish is None, False, False, spec.sent_as, spec.scales_layout, pushed
+            )(
                 terms, max_tokens=part.max_tokens, alignment=part.alignment, num_rows=part.num_rows, slots=part.slots,
                 zeros=zeros, dealt=pulling, expected=traffic.expected(of_x.shape[0]), joining=joining,
                 blocks=pulling + joining,
             )  # fmt: skip
-            with self._course:
+            with self._state:
                 if publish is not None:
                     publish()
                 pull(
@@ -292,29 +341,31 @@ class ThroughputPath:
                 )  # fmt: skip
             zeros = 0  # padding is that of all rounds
 
-    def combine(
-        self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None, format: str = ""
-    ) -> Tensor:
-        out = self._outputs.tokens(route.topk_idx.shape[0])
-        of = route.num_rows, route.max_tokens, out.shape[0], recv_weights is not None, residual is not None, format
-        key = *of, self.sms.budget.asked
-        launches = self._plans.get(key) or self._plans.add(key, self._plan_combine(*of))
-        for (here, part), launch in zip(self._parts(route), launches, strict=True):
-            with self._course:
-                launch(
-                    y=y, recv_weights=recv_weights, topk_idx=part.topk_idx, send_rows=part.send_rows,
-                    arrivals=part.arrivals, residual=_of(residual, here), out=_of(out, here),
-                )  # fmt: skip
-        return out
+    def combines(self, spec: CombineSpec, a: AnyCombine) -> Callable[[Any], Tensor]:
+        """Return a function that runs combines which differ from these arguments in tensors only."""
+        tokens, max_tokens, outputs, state = a.topk_idx.shape[0], a.max_tokens, self._outputs, self._state
+        num_rows = a.y.shape[0]
+        current = self._by_budget(functools.partial(self._plan_combine, spec, num_rows, max_tokens, tokens))
 
-    def _plan_combine(
-        self, num_rows: int, most: int, tokens: int, weighted: bool, residual: bool, format: str
-    ) -> list[Launch]:
+        def run(a: AnyCombine) -> Tensor:
+            launches, out = current(), outputs.tokens(tokens)
+            residual = a.residual if isinstance(a, CombineArgs) else None  # split combines take none
+            for (here, part), launch in zip(self._parts(route_in(a, num_rows)), launches, strict=True):
+                with state:
+                    launch(
+                        y=a.y, recv_weights=a.recv_weights, topk_idx=part.topk_idx, send_rows=part.send_rows,
+                        arrivals=part.arrivals, residual=_of(residual, here), out=_of(out, here),
+                    )  # fmt: skip
+            return out
+
+        return run
+
+    def _plan_combine(self, spec: CombineSpec, num_rows: int, most: int, tokens: int) -> list[Launch]:
         """Return the launch of each round of combines that differ only in tensors."""
-        each = self._problem.max_tokens
+        each, format = self._problem.max_tokens, spec.sent_as
         traffic = self.sms.traffic_of(num_rows, tokens).in_format(_sum_bytes(self._problem, format))
         terms = marks.pack("combine", most, format=format)
-        bind = self._kernel(Combine, True, weighted, False, residual, False, format)
+        bind = self._kernel(Combine, True, spec.weighted, False, spec.residual, False, format)
         rounds: list[Launch] = []
         for first in range(0, max(most, 1), each):
             max_tokens = min(each, most - first)
@@ -323,23 +374,22 @@ class ThroughputPath:
             rounds.append(bind(terms, tokens=here, max_tokens=max_tokens, num_rows=num_rows, **pushing))
         return rounds
 
-    def combine_gathered(self, route: Route, bases: Tensor, num_rows: int) -> Tensor:
+    def combine_gathered(self, a: CombineGatheredArgs, bases: Tensor, num_rows: int) -> Tensor:
         """Run a gathered combine. `bases`: a table of the address of row 0 at each rank, which has `num_rows` rows."""
-        tokens = route.topk_idx.shape[0]
+        tokens = a.topk_idx.shape[0]
         out = self._outputs.tokens(tokens)
-        terms = marks.pack("combine_gathered", route.max_tokens)
+        terms = marks.pack("combine_gathered", a.max_tokens)
         launch = self._kernel(Gather)(terms, tokens=tokens, num_rows=num_rows, blocks=self.sms.budget.gather)
-        with self._course:
-            launch(topk_idx=route.topk_idx, send_rows=route.send_rows, out=out, bases=bases)
+        with self._state:
+            launch(topk_idx=a.topk_idx, send_rows=a.send_rows, out=out, bases=bases)
         return out
 
-    def dispatch_backward(
-        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
-    ) -> tuple[Tensor, Tensor]:
-        topk_idx, outputs, token_major = route.topk_idx, self._outputs, route.layout == TOKEN_MAJOR
+    def dispatch_backward(self, spec: DispatchBackwardSpec, a: AnyDispatchBackward) -> tuple[Tensor, Tensor]:
+        topk_idx, outputs, token_major = a.topk_idx, self._outputs, spec.token_major
+        route = gradient_route(a)
         traffic = self.sms.traffic_of(route.num_rows, topk_idx.shape[0], token_major)
-        rows, scalars = grad_recv_x is not None, grad_recv_weights is not None
-        grad_x = outputs.scalars((0,)) if grad_recv_x is None else outputs.tokens(topk_idx.shape[0])
+        rows, scalars = spec.rows, spec.scalars
+        grad_x = outputs.tokens(topk_idx.shape[0]) if rows else outputs.scalars((0,))
         grad_weights = outputs.scalars(topk_idx.shape if scalars else (0,))
         bind = self._kernel(Combine, rows, False, scalars, False, scalars and token_major)
         terms = marks.pack("dispatch_backward", route.max_tokens, scalars, rows, token_major=token_major)
@@ -348,20 +398,19 @@ class ThroughputPath:
             of_x = _of(grad_x, here) if rows else grad_x
             of_weights = _of(grad_weights, here) if scalars else grad_weights
             launch = bind(terms, tokens=tokens, max_tokens=part.max_tokens, num_rows=part.num_rows, **pushing)
-            with self._course:
+            with self._state:
                 launch(
-                    y=grad_recv_x, row_scalars=grad_recv_weights, topk_idx=part.topk_idx, send_rows=part.send_rows,
+                    y=a.grad_recv_x, row_scalars=a.grad_recv_weights, topk_idx=part.topk_idx, send_rows=part.send_rows,
                     arrivals=part.arrivals, out=of_x, out_scalars=of_weights,
                 )  # fmt: skip
         return grad_x, grad_weights
 
-    def combine_backward(
-        self, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
-    ) -> tuple[Tensor, Tensor]:
+    def combine_backward(self, a: AnyCombineBackward) -> tuple[Tensor, Tensor]:
+        grad_out, y, recv_weights, route = a.grad_out, a.y, a.recv_weights, route_in(a, a.num_rows)
         if recv_weights is None:
-            grad_y, _, none = self.along("combine_backward", grad_out, None, route, Delivery())
+            grad_y, _, none = self.along("combine_backward", PLAIN, grad_out, None, None, route)
             return grad_y, none
-        grad_y, _, grad_weights = self._outputs.received(True, route.num_rows)
+        grad_y, _, grad_weights = self._outputs.received(WEIGHTED, route.num_rows)
         blocks = self.sms.budget.scaled
         terms = marks.pack("combine_backward", route.max_tokens, scalars=True)
         for here, part in self._parts(route):
@@ -370,7 +419,7 @@ class ThroughputPath:
             pull = self._kernel(PullScaled, publish is None)(
                 terms, max_tokens=part.max_tokens, alignment=part.alignment, num_rows=part.num_rows, blocks=blocks
             )
-            with self._course:
+            with self._state:
                 if publish is not None:
                     publish()
                 # Without y the rows of grad_y stand in for it: the products that come of them are thrown away.
@@ -389,7 +438,7 @@ class ThroughputPath:
         topk_weights: Tensor | None,
         recv_weights: Tensor | None,
         route: Route,
-        how: RowFormat = AS_GIVEN,
+        spec: DispatchSpec = PLAIN,
         scales: Tensor | None = None,
         *,
         cleared: bool = True,
@@ -397,10 +446,11 @@ class ThroughputPath:
     ) -> Callable[[], None] | None:
         """Return what launches the publish kernel of a known route, or None if it has nothing to do. `cleared`: the
         weights of token-major rows behind the last copy are. `pushed`: rows are pushed."""
-        variant = (False, self._stages(how), topk_weights is not None, False, how.format, how.given, pushed)
+        weighted = topk_weights is not None
+        variant = (False, self._stages(spec), weighted, False, spec.sent_as, spec.scaled, pushed)
         if not any(variant[:4]):
             return None
-        launch = self._kernel(publisher(route.layout == TOKEN_MAJOR, True, variant[2]), *variant)(
+        launch = self._kernel(publisher(route.layout == TOKEN_MAJOR, True, weighted), *variant)(
             terms, tokens=route.topk_idx.shape[0], max_tokens=route.max_tokens,
             capacity=route.num_rows if cleared else 0, num_rows=route.num_rows, alignment=1, slots=0,
             blocks=self.sms.publishing(variant, pulling, pushed),

@@ -10,28 +10,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meta_kernels.arguments import (
+    AnyCombine,
+    AnyCombineBackward,
+    AnyDispatch,
+    AnyDispatchBackward,
+    AnySizedDispatch,
+    Args,
+    CombineArgs,
+    CombineGatheredArgs,
+    DispatchDynamicArgs,
+    DispatchPlannedArgs,
+    PlanArgs,
+)
+
 from ...config import Member
 from ...records import (
     DISTINCT,
     TOKEN_MAJOR,
-    UNBOUNDED,
     UNKNOWN_ROW,
-    Delivery,
     DispatchTensors,
     Operation,
     Placed,
     Received,
     Route,
-    Sizes,
+    gradient_route,
+    plan_in,
+    route_in,
     route_of,
 )
+from ...specs import (
+    CombineBackwardSpec,
+    CombineSpec,
+    DispatchBackwardSpec,
+    DispatchSpec,
+    GatherSpec,
+    PlanSpec,
+    Spec,
+)
 from .. import split
-from ..base import Formats, lies_elsewhere, not_gatherable
+from ..base import Formats, Prepared, lies_elsewhere, not_gatherable
 from ..budget import Budget
 from . import copies, quantized
 from .meeting import Meeting, layout_index
 from .placing import place
-from .ranks import Ranks
+from .ranks import ExpertRanks
 from .transfer import Transfer
 from .waits import WaitingExchange, Waits
 
@@ -45,13 +68,13 @@ class ReferenceBackend:
     def __init__(self, member: Member) -> None:
         self._waits = Waits(member)
         self.exchange = WaitingExchange(member, self._waits)
-        self.ranks = Ranks(member)
+        self.ranks = ExpertRanks(member)
         self.rows = Transfer(self.ranks, self.exchange, member.weights_dtype, float("nan") if member.strict else 0.0)
         self.name_of_communicator, self.strict = member.name, member.strict
         self.rows_dtype, self.hidden_size, self.symmetric_rows = member.dtype, member.hidden_size, member.symmetric_rows
         self.budget = Budget(1, 2)  # validated only
         self._meeting = Meeting(self.rows, self._waits, member.name, member.number)
-        self._order = split.Order(member.name)
+        self._order = split.FlightOrder(member.name)
         self._in_start = False  # whether an operation runs as part of its start
         self._ended: dict[int, Any] = {}  # flight -> result for its wait
 
@@ -65,65 +88,71 @@ class ReferenceBackend:
         yield
         self._meeting.stage = "settled"
 
-    # ------------------------------------------------------------------ planning
+    # ------------------------------------------------------------------ operators
 
-    def plan(self, topk_idx: Tensor, sizes: Sizes) -> Placed:
+    def prepare(self, spec: Spec) -> Prepared:
+        match spec:
+            case PlanSpec():
+                return PreparedRun(self, spec, self._plan)
+            case DispatchSpec(kind="dispatch_planned"):
+                return PreparedRun(self, spec, functools.partial(self._dispatch_planned, spec))
+            case DispatchSpec():
+                return PreparedRun(self, spec, functools.partial(self._dispatch, spec))
+            case CombineSpec():
+                return PreparedRun(self, spec, functools.partial(self._combine, spec))
+            case GatherSpec():
+                return PreparedRun(self, spec, self._combine_gathered)
+            case DispatchBackwardSpec():
+                return PreparedRun(self, spec, functools.partial(self._dispatch_backward, spec))
+            case CombineBackwardSpec():
+                return PreparedRun(self, spec, self._combine_backward)
+
+    def _plan(self, a: PlanArgs) -> Placed:
         with self._operation():
-            return self._plan("plan", topk_idx, sizes, {})
+            return self._placed("plan", a, {})
 
-    def _plan(
-        self, operator: str, topk_idx: Tensor, sizes: Sizes, same: dict[str, int], problem: str | None = None
-    ) -> Placed:
+    def _placed(self, operator: str, a: PlanArgs, same: dict[str, int], problem: str | None = None) -> Placed:
         """Plan a route. ``same``: values that ranks must agree on besides ``max_tokens`` and the layout."""
-        tokens = topk_idx.shape[0]
-        same = {"max_tokens": sizes.max_tokens, "layout": layout_index(sizes.layout), **same}
-        problem = problem or self.ranks.problem(topk_idx, sizes.layout == DISTINCT)
-        rooms = self._meeting.meet(operator, same, (sizes.capacity, sizes.alignment, sizes.slots), problem)
+        topk_idx, tokens = a.topk_idx, a.topk_idx.shape[0]
+        same = {"max_tokens": a.max_tokens, "layout": layout_index(a.layout), **same}
+        problem = problem or self.ranks.problem(topk_idx, a.layout == DISTINCT)
+        rooms = self._meeting.meet(operator, same, (a.capacity, a.alignment, a.slots), problem)
 
-        padded_idx = topk_idx.new_full((sizes.max_tokens, topk_idx.shape[1]), -1)
+        padded_idx = topk_idx.new_full((a.max_tokens, topk_idx.shape[1]), -1)
         padded_idx[:tokens] = topk_idx
         everyone = self.exchange.all_gather(padded_idx).long()  # [W, max_tokens, K], the same on all ranks
-        placed = place(self.ranks, everyone, rooms.tolist(), sizes, tokens)
-        if sizes.layout != TOKEN_MAJOR:
+        placed = place(self.ranks, everyone, rooms.tolist(), a)
+        if a.layout != TOKEN_MAJOR:
             return placed
-        return placed._replace(
-            recv_idx=copies.local_ids(self.rows, route_of(topk_idx, placed, sizes, self.ranks.world_size))
-        )
+        return placed._replace(recv_idx=copies.local_ids(self.rows, route_of(placed, a)))
 
-    # ------------------------------------------------------------------ dispatch
-
-    def dispatch(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
-    ) -> DispatchTensors:
+    def _dispatch(self, spec: DispatchSpec, a: AnySizedDispatch | DispatchDynamicArgs) -> DispatchTensors:
         with self._operation():
-            operator = "dispatch_dynamic" if sizes.capacity == UNBOUNDED else "dispatch"
-            same, problem = _terms(topk_weights, delivery), quantized.problem(delivery)
-            placed = self._plan(operator, topk_idx, sizes, same, problem)
-            received = self._move(x, topk_weights, route_of(topk_idx, placed, sizes, self.ranks.world_size), delivery)
+            plan = plan_in(a)
+            placed = self._placed(spec.kind, plan, _terms(spec), quantized.problem(spec, a.scales))
+            received = self._move(spec, a, route_of(placed, plan))
             return DispatchTensors(*received, *placed)
 
-    dispatch_dynamic = dispatch
-
-    def dispatch_planned(self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery) -> Received:
+    def _dispatch_planned(self, spec: DispatchSpec, a: DispatchPlannedArgs) -> Received:
         with self._operation():
-            same = {**_terms(topk_weights, delivery), "layout": layout_index(route.layout)}
-            self._meeting.along("dispatch_planned", same, route, quantized.problem(delivery))
-            return self._move(x, topk_weights, route, delivery)
+            route = route_in(a, a.num_rows, a.layout, a.slots)
+            same = {**_terms(spec), "layout": layout_index(a.layout)}
+            self._meeting.along(spec.kind, same, route, quantized.problem(spec, a.scales))
+            return self._move(spec, a, route)
 
-    def _move(self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery) -> Received:
-        if route.layout == TOKEN_MAJOR:
-            return copies.to_token_rows(self.rows, x, topk_weights, route, delivery)
-        return self.rows.to_rows(x, topk_weights, route, delivery)
+    def _move(self, spec: DispatchSpec, a: AnyDispatch, route: Route) -> Received:
+        to_rows = functools.partial(copies.to_token_rows, self.rows) if spec.token_major else self.rows.to_rows
+        return to_rows(a.x, a.topk_weights, route, spec, a.scales)
 
-    # ------------------------------------------------------------------ combine
-
-    def combine(
-        self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None, format: str = ""
-    ) -> Tensor:
+    def _combine(self, spec: CombineSpec, a: AnyCombine) -> Tensor:
         with self._operation():
-            same = {**_given(recv_weights=recv_weights, residual=residual), **quantized.agreed(format)}
+            route = route_in(a, a.y.shape[0])
+            same = {
+                **_given(recv_weights=spec.weighted, residual=spec.residual), **quantized.agreed(spec.format)
+            }  # fmt: skip
             self._meeting.along("combine", same, route)
-            return self.rows.to_tokens(y, recv_weights, route, residual, format)
+            residual = a.residual if isinstance(a, CombineArgs) else None  # split combines take none
+            return self.rows.to_tokens(a.y, a.recv_weights, route, residual, spec.format)
 
     def empty_rows(self, num_rows: int) -> Tensor:
         """Return ordinary memory, the same in every call."""
@@ -134,8 +163,9 @@ class ReferenceBackend:
         shape = self.symmetric_rows, self.hidden_size
         return torch.empty(shape, dtype=self.rows_dtype, device=self.ranks.device)
 
-    def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
+    def _combine_gathered(self, a: CombineGatheredArgs) -> Tensor:
         with self._operation():
+            y, route = a.y, route_in(a, a.y.shape[0])
             problem, most = None, self.symmetric_rows
             if self.strict:
                 problem = not_gatherable(y, self._memory if most else None, most, self.name_of_communicator)
@@ -146,14 +176,35 @@ class ReferenceBackend:
                 y = self.empty_rows(y.shape[0]).copy_(y)
             return self.rows.to_tokens(y, None, route)
 
-    def bind(self, operator: str, *args: Any) -> None:
-        """Return None: no call is faster than the operator's method."""
+    def _dispatch_backward(self, spec: DispatchBackwardSpec, a: AnyDispatchBackward) -> tuple[Tensor, Tensor]:
+        with self._operation():
+            route = gradient_route(a)
+            same = _given(grad_recv_x=spec.rows, grad_recv_weights=spec.scalars)
+            same["layout"] = layout_index(a.layout)
+            self._meeting.along("dispatch_backward", same, route)
+            grad_x = grad_topk_weights = torch.empty(0, dtype=self.rows.weights_dtype, device=self.ranks.device)
+            if a.grad_recv_x is not None:
+                grad_x = self.rows.to_tokens(a.grad_recv_x, None, route)
+            if a.grad_recv_weights is not None:
+                grad_topk_weights = copies.weights_home(self.rows, a.grad_recv_weights, route)
+            return grad_x, grad_topk_weights
+
+    def _combine_backward(self, a: AnyCombineBackward) -> tuple[Tensor, Tensor]:
+        with self._operation():
+            y, recv_weights, route = a.y, a.recv_weights, route_in(a, a.num_rows)
+            same = _given(y=y is not None, recv_weights=recv_weights is not None)
+            self._meeting.along("combine_backward", same, route)
+            grad_y, _, none = self.rows.to_rows(a.grad_out, None, route)
+            if recv_weights is None:
+                return grad_y, none
+            grad_y, grad_recv_weights = self.rows.with_weights(grad_y, y, recv_weights, route)
+            return grad_y, none if grad_recv_weights is None else grad_recv_weights
 
     # ------------------------------------------------------------------ split operations
 
-    def start(self, flight: int, operator: str, *args: Any) -> Tensor:
+    def start(self, operator: str, flight: int, run: Callable[[], Any]) -> Tensor:
         """Run the whole operation and keep its result for the wait. Without ``strict``, tools call waits without
-        starts: waits with arguments run the operation, others return zeros."""
+        starts, and the waits of forward operations run them."""
         self._meeting.stage = "before"
         self._waits.check()
         made = split.ticket(self.ranks.device)
@@ -163,20 +214,16 @@ class ReferenceBackend:
             return made
         self._in_start = True
         try:
-            self._ended[flight] = getattr(self, operator)(*args)
+            self._ended[flight] = run()
         finally:
             self._in_start = False
         self._order.start(flight, operator)
         return made
 
-    def wait(self, flight: int, operator: str, *args: Any) -> Any:
+    def wait(self, operator: str, flight: int, again: Callable[[], Any]) -> Any:
         """Return the result of the start. A wait meets no other rank, because the operation has run in its start."""
-        if not self.strict:
-            if "backward" not in operator:
-                return getattr(self, operator)(*args)
-            if flight not in self._order.started:
-                (blank,) = args
-                return tuple(tensor.zero_() for tensor in blank())
+        if not self.strict and ("backward" not in operator or flight not in self._order.started):
+            return again()
         self._meeting.stage = "settled"
         self._order.wait(flight, operator)
         return self._ended.pop(flight)
@@ -184,33 +231,6 @@ class ReferenceBackend:
     def end_flights(self) -> None:
         self._order.started.clear()
         self._ended.clear()
-
-    # ------------------------------------------------------------------ backwards
-
-    def dispatch_backward(
-        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
-    ) -> tuple[Tensor, Tensor]:
-        with self._operation():
-            same = _given(grad_recv_x=grad_recv_x, grad_recv_weights=grad_recv_weights)
-            same["layout"] = layout_index(route.layout)
-            self._meeting.along("dispatch_backward", same, route)
-            grad_x = grad_topk_weights = torch.empty(0, dtype=self.rows.weights_dtype, device=self.ranks.device)
-            if grad_recv_x is not None:
-                grad_x = self.rows.to_tokens(grad_recv_x, None, route)
-            if grad_recv_weights is not None:
-                grad_topk_weights = copies.weights_home(self.rows, grad_recv_weights, route)
-            return grad_x, grad_topk_weights
-
-    def combine_backward(
-        self, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
-    ) -> tuple[Tensor, Tensor]:
-        with self._operation():
-            self._meeting.along("combine_backward", _given(y=y, recv_weights=recv_weights), route)
-            grad_y, _, none = self.rows.to_rows(grad_out, None, route, Delivery())
-            if recv_weights is None:
-                return grad_y, none
-            grad_y, grad_recv_weights = self.rows.with_weights(grad_y, y, recv_weights, route)
-            return grad_y, none if grad_recv_weights is None else grad_recv_weights
 
     # ------------------------------------------------------------------ the rest of a backend
 
@@ -265,11 +285,24 @@ class ReferenceBackend:
         self.exchange.group = None
 
 
-def _terms(topk_weights: Tensor | None, delivery: Delivery) -> dict[str, int]:
+class PreparedRun:
+    """How the reference backend runs the calls of one specification: nothing is bound for sizes."""
+
+    def __init__(self, backend: ReferenceBackend, spec: Spec, run: Callable[[Any], Any]) -> None:
+        self._backend, self._kind, self._run = backend, spec.kind, run
+
+    def bind(self, a: Args) -> Callable[[Any], Any]:
+        return self._run
+
+    def start(self, a: Args) -> Callable[[Any], Tensor]:
+        return lambda a: self._backend.start(self._kind, a.flight, functools.partial(self._run, a))
+
+
+def _terms(spec: DispatchSpec) -> dict[str, int]:
     """Return the values of a dispatch that ranks must agree on."""
-    return {**_given(topk_weights=topk_weights), **quantized.agreed(delivery.format)}
+    return {**_given(topk_weights=spec.weighted), **quantized.agreed(spec.format)}
 
 
-def _given(**tensors: Tensor | None) -> dict[str, int]:
+def _given(**tensors: bool) -> dict[str, int]:
     """Return which tensors are given, as values that ranks must agree on."""
-    return {f"whether {name} is given": int(tensor is not None) for name, tensor in tensors.items()}
+    return {f"whether {name} is given": int(given) for name, given in tensors.items()}

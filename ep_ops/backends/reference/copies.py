@@ -5,15 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...records import GROUPED, Delivery, Received, Route
-from .ranks import Ranks
+from ...records import GROUPED, Received, Route
+from ...specs import DispatchSpec
+from .ranks import ExpertRanks
 from .transfer import Transfer
 
 
-def to_token_rows(rows: Transfer, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery) -> Received:
+def to_token_rows(
+    rows: Transfer, x: Tensor, topk_weights: Tensor | None, route: Route, spec: DispatchSpec, scales: Tensor | None
+) -> Received:
     """Return :meth:`Transfer.to_rows` of token-major rows. The copies are rows of one group, which begins at row 0."""
     copies = route.sources[-1:]
-    received = rows.to_rows(x, None, route._replace(offs=copies, counts=copies, layout=GROUPED), delivery)
+    received = rows.to_rows(x, None, route._replace(offs=copies, counts=copies, layout=GROUPED), spec, scales)
     if topk_weights is None:
         return received
     return received._replace(recv_weights=_to_copies(rows, topk_weights, route, 0))
@@ -48,7 +51,7 @@ def _to_copies(rows: Transfer, values: Tensor, route: Route, none: int) -> Tenso
     return blank
 
 
-def _named_there(ranks: Ranks, route: Route, asker: Tensor) -> Tensor:
+def _named_there(ranks: ExpertRanks, route: Route, asker: Tensor) -> Tensor:
     """Return bool [sent, K]: which k of the token of each copy sent name an expert of the destination rank."""
     named = ranks.named(route.topk_idx)
     return named[asker // named.shape[1]] == named.flatten()[asker][:, None]

@@ -5,21 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meta_kernels.arguments import PlanArgs
+
 from ... import arrivals
 from ...formats import round_up
-from ...records import NO_IDS, TOKEN_MAJOR, UNBOUNDED, Placed, Sizes
-from .ranks import Ranks
+from ...records import NO_IDS, TOKEN_MAJOR, UNBOUNDED, Placed
+from .ranks import ExpertRanks
 
 
-def place(ranks: Ranks, everyone: Tensor, rooms: list[list[int]], sizes: Sizes, tokens: int) -> Placed:
+def place(ranks: ExpertRanks, everyone: Tensor, rooms: list[list[int]], a: PlanArgs) -> Placed:
     """Return the route of this rank, without ``recv_idx``.
 
     Args:
         everyone: ids of all tokens, int64 [W, max_tokens, K].
         rooms: capacity, alignment and slots of each rank.
-        sizes, tokens: this rank's own.
+        a: arguments of this rank.
     """
-    capacity, alignment, token_major = sizes.capacity, sizes.alignment, sizes.layout == TOKEN_MAJOR
+    capacity, alignment, token_major = a.capacity, a.alignment, a.layout == TOKEN_MAJOR
     destination = ranks.named(everyone)
     asks, held = everyone, ranks.experts_per_rank
     if token_major:  # each token requests a row of each rank once
@@ -47,7 +49,7 @@ def place(ranks: Ranks, everyone: Tensor, rooms: list[list[int]], sizes: Sizes, 
         counts, dropped = _named_here(ranks, everyone, destination, (table >= 0).any(2))
         offs = counts.cumsum(0)
     return Placed(
-        rows[ranks.rank, :tokens].int(),
+        rows[ranks.rank, : a.topk_idx.shape[0]].int(),
         arrivals.pack(table, capacity, ranks.copy_numbers(destination)),
         offs.int(),
         counts.int(),
@@ -67,7 +69,7 @@ def _number_askers(asks: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     return position.view_as(asks), asked[:groups]
 
 
-def _named_here(ranks: Ranks, everyone: Tensor, destination: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+def _named_here(ranks: ExpertRanks, everyone: Tensor, destination: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     """Count the (token, k) that name each local expert, of ``kept`` copies [W, max_tokens] and of others."""
     here, local = destination == ranks.rank, everyone - ranks.first_expert[ranks.rank]
     held = ranks.experts_per_rank[ranks.rank]

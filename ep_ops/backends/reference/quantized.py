@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...formats import ELEMENT, FORMATS, Grid, ScaleLayout, dequantize, exact_dtype, format_of, layout_of, quantize
+from ...formats import ELEMENT, FORMATS, Grid, ScaleLayout, dequantize, exact_dtype, format_of, quantize
 from ...formats.quantize import are_powers
-from ...records import Delivery, Route
+from ...records import Route
+from ...specs import DispatchSpec
 
 NAMES = {"format": tuple(dict.fromkeys(["", *(name.removeprefix("wire:") for name in FORMATS)]))}
 """What ranks agree on, by name: they tell each other the index."""
@@ -51,32 +52,38 @@ class SumFormat(NamedTuple):
         return dequantize(codes.view(ELEMENT), scales.view(form.scale_dtype), form, torch.float32)
 
 
-def problem(delivery: Delivery) -> str | None:
+def problem(spec: DispatchSpec, scales: Tensor | None) -> str | None:
     """Return what is wrong with the values of the given scales, or None."""
-    if delivery.scales is None:
+    if scales is None:
         return None
-    form = format_of(delivery.format)
+    form = format_of(spec.format)
     if not form.power or form.scale_dtype != torch.float32:
         return None
-    wrong = (~are_powers(delivery.scales)).nonzero()
+    wrong = (~are_powers(scales)).nonzero()
     if not wrong.numel():
         return None
     token, column = wrong[0].tolist()
-    value = float(delivery.scales[token, column])
+    value = float(scales[token, column])
     return f"scales[{token}, {column}] is {value!r}; format {form.name!r} takes powers of two, 0 and Inf"
 
 
 def to_rows(
-    x: Tensor, token: Tensor, delivery: Delivery, route: Route, moved: Callable[[Tensor, float], Tensor], unused: float
+    x: Tensor,
+    token: Tensor,
+    spec: DispatchSpec,
+    given: Tensor | None,
+    route: Route,
+    moved: Callable[[Tensor, float], Tensor],
+    unused: float,
 ) -> tuple[Tensor, Tensor]:
     """Return recv_x and recv_scales of the rows that ``token`` [sent] of x [T, H] are sent to: codes and scales in the
     requested layout, or rows of x's dtype and [0].
 
-    ``moved`` moves values to their rows and fills the other rows with its second argument. ``unused`` is the value of
-    undefined floats.
+    ``given``: scales of an x that is quantized already. ``moved`` moves values to their rows and fills the other rows
+    with its second argument. ``unused`` is the value of undefined floats.
     """
-    form = format_of(delivery.format)
-    codes, scales = (x, delivery.scales) if delivery.scales is not None else quantize(x, form)
+    form = format_of(spec.format)
+    codes, scales = (x, given) if given is not None else quantize(x, form)
     nan = math.isnan(unused)
     recv_codes = moved(codes.view(torch.uint8)[token], NAN_CODE if nan else 0).view(codes.dtype)
     if scales.dtype == torch.float8_e8m0fnu:
@@ -86,5 +93,5 @@ def to_rows(
     if form.wire:
         return dequantize(recv_codes, recv_scales, form, x.dtype), recv_scales.new_empty(0, dtype=torch.float32)
     grid = Grid(route.num_rows, route.slots, route.offs.numel(), x.shape[1])
-    layout = ScaleLayout(form, layout_of(form, delivery.scales_as), grid, route.segments)
-    return recv_codes, layout.pack(recv_scales, delivery.zeros, unused)
+    layout = ScaleLayout(form, spec.scales_layout, grid, route.segments)
+    return recv_codes, layout.pack(recv_scales, spec.zeros, unused)

@@ -10,7 +10,7 @@ from ...group.survivors import id_of_model
 from .. import failure_text
 
 
-class Ranks:
+class ExpertRanks:
     """W ranks and E experts in contiguous blocks. This rank is ``rank``."""
 
     def __init__(self, member: Member) -> None:

@@ -8,15 +8,19 @@ from torch import Tensor
 from ... import arrivals
 from ...formats import exact_dtype
 from ...group.exchange import Exchange
-from ...records import NO_SCALES, Delivery, Received, Route
+from ...records import GROUPED, NO_SCALES, Received, Route
+from ...specs import DispatchSpec
 from . import quantized, tree
-from .ranks import Ranks
+from .ranks import ExpertRanks
+
+PLAIN = DispatchSpec("dispatch_planned", GROUPED)
+"""Rows in their own dtype."""
 
 
 class Transfer:
     """Transfers are collective: all ranks move rows along routes of one plan."""
 
-    def __init__(self, ranks: Ranks, exchange: Exchange, weights_dtype: torch.dtype, unused: float) -> None:
+    def __init__(self, ranks: ExpertRanks, exchange: Exchange, weights_dtype: torch.dtype, unused: float) -> None:
         self.ranks, self.exchange = ranks, exchange
         self.weights_dtype = weights_dtype
         self.unused = unused  # value of undefined rows
@@ -46,19 +50,23 @@ class Transfer:
 
     # ------------------------------------------------------------------ to rows
 
-    def to_rows(self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery) -> Received:
+    def to_rows(
+        self, x: Tensor, topk_weights: Tensor | None, route: Route, spec: DispatchSpec = PLAIN,
+        scales: Tensor | None = None,
+    ) -> Received:  # fmt: skip
+        """Send rows along a route. ``scales``: those of an x that is quantized already."""
         asker, sent = self.sent(route)
         recv_row, recv_counts = self.received(route)
         token = asker // route.topk_idx.shape[1]
 
         def moved(values: Tensor, unused: float) -> Tensor:
             """Send ``values`` to rows here; all other rows are ``unused``."""
-            rows = _blank((route.num_rows, *values.shape[1:]), values.dtype, route, unused, delivery.zeros)
+            rows = _blank((route.num_rows, *values.shape[1:]), values.dtype, route, unused, spec.zeros)
             rows[recv_row] = self.exchange.all_to_all(values, sent, recv_counts)
             return rows
 
-        if delivery.format:
-            recv_x, recv_scales = quantized.to_rows(x, token, delivery, route, moved, self.unused)
+        if spec.format:
+            recv_x, recv_scales = quantized.to_rows(x, token, spec, scales, route, moved, self.unused)
         else:
             recv_x, recv_scales = moved(x[token], self.unused), NO_SCALES[x.device]
         if topk_weights is None:

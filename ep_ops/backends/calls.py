@@ -1,0 +1,78 @@
+"""The calls of one communicator: specifications that were checked, and launches that are bound for sizes and shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards  # type: ignore[attr-defined]
+
+from ..specs import Spec
+from .base import Backend, Prepared
+
+MOST_CALLS = 1024
+"""The calls that a communicator remembers: at least half of them, those used last."""
+
+
+class Call:
+    """A call with given sizes and shapes."""
+
+    __slots__ = ("accepts", "run", "seen")
+
+    def __init__(self, run: Callable[[Any], Any]) -> None:
+        self.run = run
+        """Runs it with its arguments, which have passed their checks."""
+        self.seen = False
+        """Whether it has run without gradients before."""
+        self.accepts: Callable[..., bool] | None = None
+        """Returns whether tensors have the types, dtypes, devices, sizes and strides of an earlier call, without
+        gradients and in the same modes. The stride of a dimension of size 1 may be any, as for contiguous tensors."""
+
+    def remember(self, tensors: tuple[Tensor, ...]) -> None:
+        """Accept tensors like these from the second time on; a call that comes once is not worth its guard."""
+        if not self.seen:
+            self.seen = True
+            return
+        sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
+        strides: list[Any] = [
+            [None if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+            for tensor in tensors
+        ]
+        self.accepts = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
+class CallCache(dict[Any, Call]):
+    """The calls that were used last, by operator, sizes and specification. Looking up an unknown one returns None."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__()
+        self._backend = backend
+        self.prepared: dict[Spec, Prepared] = {}
+        """How the backend runs calls of the specifications that have passed their checks."""
+        self._older: dict[Any, Call] = {}
+
+    def prepare(self, spec: Spec) -> Prepared:
+        """Return how the backend runs calls of a specification that has passed its checks, and remember it."""
+        found = self.prepared[spec] = self._backend.prepare(spec)
+        return found
+
+    def __missing__(self, key: Any) -> Call | None:
+        found = self._older.get(key)
+        if found is not None:
+            self.add(key, found)
+        return found
+
+    def add(self, key: Any, call: Call) -> Call:
+        """Keep a call, and forget those that were not used for longest if there are too many."""
+        if len(self) >= MOST_CALLS // 2:
+            self._older = dict(self)
+            self.clear()
+        self[key] = call
+        return call
+
+    def forget(self) -> None:
+        """Forget everything."""
+        self.clear()
+        self._older.clear()
+        self.prepared.clear()

@@ -1,0 +1,66 @@
+"""Progress of an operator's call, which determines what an exception in it means for the other ranks."""
+
+from __future__ import annotations
+
+import enum
+from types import TracebackType
+
+
+class Stage(enum.Enum):
+    """Stage of a call."""
+
+    CHECKING = enum.auto()
+    """The call does not take part in the operation of its peers yet: checks are not complete."""
+    BEGUN = enum.auto()
+    """It takes part, and no operation is launched in part."""
+    LAUNCHING = enum.auto()
+    """An operation may be launched in part."""
+    AGREED = enum.auto()
+    """An exception is raised on all ranks, or concerns an operation that has ended on all ranks."""
+
+
+class CallState:
+    """Progress of the current or latest call on one communicator.
+
+    A call consists of one or more operations of the kernels, and an operation of one or more launches. ``with state:``
+    surrounds the launches of one operation, from the first to the last, and nothing else that can fail.
+    """
+
+    __slots__ = ("launched", "stage")
+
+    def __init__(self) -> None:
+        self.stage = Stage.CHECKING
+        self.launched = 0
+        """Number of operations of the call that have been launched completely."""
+
+    def check(self) -> None:
+        """Begin the checks of a call."""
+        self.stage = Stage.CHECKING
+
+    def begin(self) -> None:
+        """Note that the checks of the call have passed."""
+        self.stage, self.launched = Stage.BEGUN, 0
+
+    def agree(self) -> None:
+        """Note that exceptions from here on concern all ranks alike."""
+        self.stage = Stage.AGREED
+
+    def resume(self) -> None:
+        """Note that another operation of the same call follows one that has ended on all ranks."""
+        self.stage = Stage.BEGUN
+
+    def launch(self) -> None:
+        """Note that the launches of an operation follow. Latency paths call this and :meth:`end`, which takes less time
+        than ``with``."""
+        self.stage = Stage.LAUNCHING
+
+    def end(self) -> None:
+        """Note that an operation has been launched completely."""
+        self.stage = Stage.BEGUN
+        self.launched += 1
+
+    __enter__ = launch
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            self.end()

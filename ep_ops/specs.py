@@ -1,0 +1,195 @@
+"""Specifications of calls: all that is neither a tensor nor a size.
+
+A specification selects kernels. There are few of them: a communicator checks and prepares each one once
+(``ep_ops.backends.calls``), and finds it again by its value.
+"""
+
+from __future__ import annotations
+
+import functools
+import typing
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from meta_kernels.arguments import (
+    AnyCombine,
+    AnyCombineBackward,
+    AnyDispatch,
+    AnyDispatchBackward,
+    Args,
+    CombineArgs,
+    CombineGatheredArgs,
+    DispatchDynamicArgs,
+    DispatchPlannedArgs,
+    PlanArgs,
+)
+
+from .formats import COMBINE_FORMATS, format_of, layout_of
+from .records import TOKEN_MAJOR
+
+
+@functools.cache
+def _scales_layout(format: str, scales_as: str) -> str:
+    return layout_of(format_of(format), scales_as) if format else ""
+
+
+class PlanSpec(NamedTuple):
+    """A plan."""
+
+    layout: str
+
+    @property
+    def kind(self) -> str:
+        """The operation."""
+        return "plan"
+
+    @classmethod
+    def of(cls, a: PlanArgs) -> PlanSpec:
+        """Return the specification of a call with these arguments."""
+        return cls(a.layout)
+
+
+class DispatchSpec(NamedTuple):
+    """A dispatch: along a new route (kind "dispatch"), one of exactly the rows that arrive ("dispatch_dynamic"), or a
+    known one ("dispatch_planned")."""
+
+    kind: str
+    layout: str  # order of received rows
+    weighted: bool = False  # routing weights are sent too
+    format: str = ""  # format in which rows arrive (docs/formats.md); empty: as x
+    scales_as: str = ""  # memory layout of received scales; empty: the format's first
+    scaled: bool = False  # x is already quantized, and its scales are given
+    zeros: bool = True  # padding rows hold zeros; otherwise they are undefined
+
+    @property
+    def token_major(self) -> bool:
+        """Whether there is one row for each (token, rank)."""
+        return self.layout == TOKEN_MAJOR
+
+    @property
+    def sent_as(self) -> str:
+        """The format in which rows are sent, without "wire:"; empty: the rows' dtype."""
+        return self.format.removeprefix("wire:")
+
+    @property
+    def scales_layout(self) -> str:
+        """The layout of the scales that arrive; empty: none."""
+        return _scales_layout(self.format, self.scales_as)
+
+    @property
+    def latency(self) -> bool:
+        """Whether latency kernels support the format. They do not know the scale of a whole row before its first
+        packet."""
+        return "row" not in self.format
+
+    @property
+    def sums(self) -> bool:
+        """Whether the sums of a combine can be sent in this format."""
+        return self.format in COMBINE_FORMATS
+
+    @classmethod
+    def of(cls, a: AnyDispatch) -> DispatchSpec:
+        """Return the specification of a call with these arguments."""
+        kind = _KINDS.get(type(a), "dispatch")
+        return cls(kind, a.layout, a.topk_weights is not None, a.format, a.scales_as, a.scales is not None, a.zeros)
+
+
+_KINDS: dict[type, str] = {DispatchDynamicArgs: "dispatch_dynamic", DispatchPlannedArgs: "dispatch_planned"}
+
+
+class CombineSpec(NamedTuple):
+    """A combine."""
+
+    weighted: bool = False  # rows are multiplied by their weights
+    residual: bool = False  # a residual is added to each token's sum
+    format: str = ""  # format in which sums are sent, one of COMBINE_FORMATS; empty: the rows' dtype
+    grad_format: str = ""  # format in which backward sends the gradient to the rows
+
+    @property
+    def kind(self) -> str:
+        """The operation."""
+        return "combine"
+
+    @property
+    def sent_as(self) -> str:
+        """The format in which sums are sent, without "wire:"; empty: the rows' dtype."""
+        return self.format.removeprefix("wire:")
+
+    @classmethod
+    def of(cls, a: AnyCombine) -> CombineSpec:
+        """Return the specification of a call with these arguments."""
+        if isinstance(a, CombineArgs):
+            return cls(a.recv_weights is not None, a.residual is not None, a.format, a.grad_format)
+        return cls(a.recv_weights is not None, format=a.format)
+
+
+class GatherSpec(NamedTuple):
+    """A gathering combine."""
+
+    @property
+    def kind(self) -> str:
+        """The operation."""
+        return "combine_gathered"
+
+    @classmethod
+    def of(cls, a: CombineGatheredArgs) -> GatherSpec:
+        """Return the specification of a call with these arguments."""
+        return cls()
+
+
+class DispatchBackwardSpec(NamedTuple):
+    """The gradients of a dispatch."""
+
+    layout: str
+    rows: bool  # the gradient of x is asked for
+    scalars: bool  # the gradient of the routing weights is asked for
+
+    @property
+    def kind(self) -> str:
+        """The operation."""
+        return "dispatch_backward"
+
+    @property
+    def token_major(self) -> bool:
+        """Whether there is one row for each (token, rank)."""
+        return self.layout == TOKEN_MAJOR
+
+    @classmethod
+    def of(cls, a: AnyDispatchBackward) -> DispatchBackwardSpec:
+        """Return the specification of a call with these arguments."""
+        return cls(a.layout, a.grad_recv_x is not None, a.grad_recv_weights is not None)
+
+
+class CombineBackwardSpec(NamedTuple):
+    """The gradients of a combine."""
+
+    weighted: bool  # rows were multiplied by their weights
+    products: bool  # the rows are given, so the gradient of the weights is asked for
+
+    @property
+    def kind(self) -> str:
+        """The operation."""
+        return "combine_backward"
+
+    @classmethod
+    def of(cls, a: AnyCombineBackward) -> CombineBackwardSpec:
+        """Return the specification of a call with these arguments."""
+        return cls(a.recv_weights is not None, a.y is not None)
+
+
+Spec = PlanSpec | DispatchSpec | CombineSpec | GatherSpec | DispatchBackwardSpec | CombineBackwardSpec
+
+_SPECS: dict[type, Callable[[Any], Spec]] = {
+    PlanArgs: PlanSpec.of,
+    **dict.fromkeys(typing.get_args(AnyDispatch), DispatchSpec.of),
+    **dict.fromkeys(typing.get_args(AnyCombine), CombineSpec.of),
+    CombineGatheredArgs: GatherSpec.of,
+    **dict.fromkeys(typing.get_args(AnyDispatchBackward), DispatchBackwardSpec.of),
+    **dict.fromkeys(typing.get_args(AnyCombineBackward), CombineBackwardSpec.of),
+}
+
+
+def spec_of(a: Args) -> Spec | None:
+    """Return the specification of a call with these arguments. None: the wait of a gradient, which has none."""
+    of = _SPECS.get(type(a))
+    return None if of is None else of(a)
