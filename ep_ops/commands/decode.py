@@ -1,14 +1,13 @@
 """`ep-ops demo --decode`: a decode step of a stack of MoE layers, captured once and replayed.
 
-Every layer routes its tokens, sends them with ``Communicator.dispatch``, runs all experts of a rank as one grouped
-product, and returns the results with ``Communicator.combine``. On GPUs the whole step is one CUDA graph.
+Every layer is an ``ep_ops.nn.MoELayer`` with a residual connection. On GPUs the whole step is one CUDA graph, and its
+time is compared with the time in which memory delivers the weights of the experts that tokens name.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,37 +16,21 @@ from torch import Tensor, nn
 import ep_ops
 from ep_ops.commands.demo import Options
 from ep_ops.commands.launch import process_group
+from ep_ops.nn import MoELayer
 
 EXPERTS, TOP_K, LAYERS = 64, 8, 4
 
 
 class DecodeLayer(nn.Module):
-    """Router, dispatch, experts, combine, and a residual connection."""
+    """An MoE layer and a residual connection."""
 
     def __init__(self, comm: ep_ops.Communicator, options: Options, seed: int) -> None:
         super().__init__()
-        self.comm, self.tokens = comm, options.tokens
-        draw = torch.Generator().manual_seed(seed)
-        hidden, new = options.hidden_size, {"device": comm.device, "dtype": options.dtype}
-        self.router = nn.Parameter(torch.randn(hidden, EXPERTS, generator=draw).to(comm.device))
-        scale = torch.randn(EXPERTS, hidden, hidden, generator=draw)
-        own = slice(comm.first_local_expert, comm.first_local_expert + comm.num_local_experts)
-        self.experts = nn.Parameter((scale[own] / hidden**0.5).to(**new))
+        self.tokens = options.tokens
+        self.moe = MoELayer(comm, options.hidden_size * 3 // 4, seed=seed)
 
     def forward(self, x: Tensor) -> Tensor:
-        scores, topk_idx = (x.float() @ self.router).softmax(-1).topk(self.comm.top_k)
-        weights = scores / scores.sum(-1, keepdim=True)
-        room: dict[str, Any] = {"layout": "padded", "slots": self.slots, "max_tokens": self.tokens}
-        rows = self.comm.dispatch(x, topk_idx.int(), weights, alignment=1, **room)
-        grouped = rows.x.view(self.comm.num_local_experts, self.slots, -1)
-        y = torch.tanh(torch.bmm(grouped, self.experts)).view_as(rows.x)
-        out = self.comm.combine(y, rows.route, rows.weights)
-        return nn.functional.rms_norm(x + out, x.shape[-1:])
-
-    @property
-    def slots(self) -> int:
-        """Rows of an expert in the worst case, in which every token of every rank names it."""
-        return self.comm.world_size * self.tokens
+        return nn.functional.rms_norm(x + self.moe(x, max_tokens=self.tokens), x.shape[-1:])
 
 
 def decode(rank: int, port: int, world_size: int, options: Options) -> None:
@@ -59,7 +42,8 @@ def decode(rank: int, port: int, world_size: int, options: Options) -> None:
 
 
 def _steps(comm: ep_ops.Communicator, options: Options) -> None:
-    model = nn.Sequential(*(DecodeLayer(comm, options, seed) for seed in range(LAYERS)))
+    layers = [DecodeLayer(comm, options, seed) for seed in range(LAYERS)]
+    model = nn.Sequential(*layers)
     draw = torch.Generator(device=comm.device).manual_seed(comm.rank)
     shape = (options.tokens, options.hidden_size)
     first = torch.randn(shape, generator=draw, device=comm.device).to(options.dtype)
@@ -74,6 +58,7 @@ def _steps(comm: ep_ops.Communicator, options: Options) -> None:
         replay()
     error = float((x.float() - expected.float()).norm() / expected.float().norm())
     took = _time(comm, replay, options.steps)
+    floor = _floor(comm, layers, x) if on_gpu else None
     comm.check_errors()
     if comm.rank == 0:
         print(
@@ -82,6 +67,11 @@ def _steps(comm: ep_ops.Communicator, options: Options) -> None:
             f"{options.steps} decode steps: {took:.0f} µs per step, {took / LAYERS:.0f} µs per layer;"
             f" {'replayed against eager' if on_gpu else 'the same steps again'}: {error:.1e}"
         )
+        if floor is not None:
+            print(
+                f"{took / floor:.2f} × the {floor:.0f} µs in which memory delivers the weights of the named experts, by"
+                " the data sheet; ep-ops bench decode measures memory and compares GEMMs"
+            )
     # On a CPU matrix products round as the addresses of their operands happen to lie, so that steps differ a little.
     if not error < (1e-5 if on_gpu else 1e-2):
         what = "replayed steps differ from eager ones" if on_gpu else "the same steps differ"
@@ -101,6 +91,24 @@ def _captured(comm: ep_ops.Communicator, model: nn.Module, x: Tensor):
     with torch.cuda.graph(graph):
         x.copy_(model(x))
     return graph.replay
+
+
+def _floor(comm: ep_ops.Communicator, layers: list[DecodeLayer], x: Tensor) -> float:
+    """Return the time in which memory delivers the weights that one step reads, on the rank that reads most, in µs."""
+    from ep_ops.backends.cute.sm_model import memory_speed
+
+    named = torch.zeros((), dtype=torch.float64, device=comm.device)
+    for layer in layers:
+        topk_idx, *_ = layer.moe.router(x)
+        counts = torch.zeros(comm.num_experts, device=comm.device)
+        counts[topk_idx.flatten().long()] = 1
+        dist.all_reduce(counts)
+        named += (counts[comm.first_local_expert :][: comm.num_local_experts] > 0).sum()
+        x = layer(x)
+    dist.all_reduce(named, op=dist.ReduceOp.MAX)
+    weights = layers[0].moe.experts.parameters()
+    expert = sum(weight.shape[1:].numel() * weight.element_size() for weight in weights)
+    return float(named) * expert / memory_speed(comm.device) * 1e6
 
 
 def _time(comm: ep_ops.Communicator, replay, steps: int) -> float:

@@ -277,10 +277,15 @@ def default_budget(
 
 
 def has_fast_memory(device: torch.device) -> bool:
-    """Return whether a GPU's memory is fast (`FAST_MEMORY`): its clock in kHz, with two transfers a cycle, times its
-    bus width in bits."""
+    """Return whether a GPU's memory is fast (`FAST_MEMORY`)."""
+    return memory_speed(device) >= FAST_MEMORY
+
+
+def memory_speed(device: torch.device) -> float:
+    """Return the bytes per second of a GPU's memory by its data sheet: its clock in kHz, with two transfers a cycle,
+    times its bus width in bits."""
     gpu = torch.cuda.get_device_properties(device)
-    return 2 * 1e3 * gpu.memory_clock_rate * gpu.memory_bus_width / 8 >= FAST_MEMORY
+    return 2 * 1e3 * gpu.memory_clock_rate * gpu.memory_bus_width / 8
 
 
 class OperationSms:
