@@ -58,14 +58,20 @@ BEGUN, MET, GAVE_UP = 1, 2, 3
 """Words of a log entry after the operation's mark: when the rank began it, when it had seen that all ranks have begun
 it, and when a wait of it failed. In ns of the device's clock. Values of an earlier operation may remain."""
 NOTE_WORDS = 4
-WAIT_BITS, WAIT_UNIT = 31, 6
+WAIT_BITS, WAIT_UNIT = 27, 10
 """Each log entry has one word for each rank: the longest wait of a thread for that rank in the operation, in
 2**WAIT_UNIT ns, in the lowest WAIT_BITS bits. The bits above contain how often the entry has been used (epoch //
-NOTES), so that the largest word is of the latest operation."""
+NOTES), so that the largest word is of the latest operation: 37 bits, enough for 2**41 operations."""
 
-# Words (8 bytes each) of the rank's own state, at the start of the heap; peers do not touch them, but for FAILED, and
-# look at EPOCH and ALIVE, when some thread of it has last looked why it waits, by the clock of its GPU.
-EPOCH, FAILED, TICKET, REFUSED, LATE, ALIVE = 0, 1, 2, 3, 4, 5  # the first two are read together
+# Words (8 bytes each) of the rank's own state, at the start of the heap. Peers do not touch them, except FAILED, and
+# read EPOCH and ALIVE.
+EPOCH = 0  # the number of the current operation, from 1 on; marks contain its lowest bits (marks.base_of)
+FAILED = 1  # whether this rank has given up (sync.py); read together with EPOCH, as 16 aligned bytes
+VACANT, VACANT_WORDS = 2, 2  # reserved for a mask of `MOST_RANKS` ranks that operations leave out; always 0
+TICKET = 4  # how many blocks have come to the end of the operation
+REFUSED = 5  # whether an invalid value has been reported that the host has not read yet
+LATE = 6  # mark of the last operation that reported a long wait
+ALIVE = 7  # when some thread of this rank has last looked why it waits, by the clock of its GPU
 # On a line of their own: numbers of items that warps have claimed. PUSHES are those of blocks that push rows while the
 # next kernel of the operation claims its items. Both are set to 0 together, as 16 aligned bytes.
 CLAIMS, PUSHES = 16, 17

@@ -1,9 +1,18 @@
 """Marks: the value of a flag, or of a marked line, which identifies the operation that it belongs to.
 
-A mark is epoch << SHIFT | terms. The epoch is the operation's number. The terms are what all ranks must pass alike;
-they tell a waiting rank why the flag that it waits for never arrives. Marks are only compared for equality. The highest
-bit is set in everything that a rank sends after it has given up. No wait accepts such a mark, so no peer accepts data
-of that rank as valid.
+A mark is `base_of(epoch) ^ terms`. From the lowest bit on, its 64 bits are:
+
+    7   highest bits of max_tokens  ┐ (of a rejected operation: its number among those of the call)
+    4   kind of the operation       │
+    3   scalars, rows, latency      │ terms
+    3   format                      │
+    10  lowest bits of max_tokens   ┘ (of a rejected operation: the rank that rejects)
+    37  lowest bits of the epoch; the highest one is inverted after the rank has given up
+
+The epoch is the operation's number. Its next bits are combined with the terms by exclusive or, so that marks of the
+same terms never repeat. The terms are what all ranks must pass alike; they tell a waiting rank why the flag that it
+waits for never arrives. Marks are only compared for equality. No wait accepts what a rank sends after it has given up:
+its marks are those of an operation 2**36 operations away.
 """
 
 from typing import Any, NamedTuple
@@ -23,14 +32,18 @@ OF_TOKENS = ("dispatch", "plan", "dispatch_planned", "dispatch_backward")
 SHIFT = 27
 """The lowest bit of the epoch in a mark: how many bits the terms have."""
 GIVEN_UP = 63
-"""The bit of a mark whose rank has given up."""
-KIND_BITS = 4
-"""Bits of the kind's index, the lowest ones of a mark."""
-FORMAT = 7
+"""The bit of a mark that is inverted after its rank has given up."""
+NUMBER, NUMBER_BITS = 7, 20
+"""The lowest bit of a number in place of terms, and how many bits it has."""
+KIND, KIND_BITS = 7, 4
+"""The lowest bit of the kind's index, and how many bits it has."""
+FLAGS = 11
+"""The lowest one of the bits of scalars, rows and latency."""
+FORMAT = 14
 """The lowest bit of the format's index in a mark."""
-TOKENS = 10
-"""The lowest bit of `max_tokens` in a mark."""
-MOST_TOKENS = 1 << SHIFT - TOKENS
+TOKENS, LOW_TOKENS = 17, 10
+"""The lowest bit of the lowest bits of `max_tokens`, and how many these are."""
+MOST_TOKENS = 1 << LOW_TOKENS + KIND
 """The modulus of `max_tokens`."""
 RANK_BITS = 10
 """Number of bits of a rank in marks and alarms."""
@@ -38,29 +51,53 @@ _NUMBERED = [*((kind, False) for kind in KINDS), *((kind, True) for kind in OF_T
 _INDEX = {kind: index for index, kind in enumerate(_NUMBERED)}
 
 
+def base_of(epoch: Any) -> Any:
+    """Return the mark of an epoch without terms: the epoch, rotated by SHIFT bits."""
+    return (epoch << SHIFT) | ((epoch >> 64 - SHIFT) & ((1 << SHIFT) - 1))
+
+
+def make(epoch: int, terms: int) -> int:
+    """Return the mark of an operation as a signed number. (For the host.)"""
+    mark = (base_of(epoch) ^ terms) & (1 << 64) - 1
+    return mark - (mark >> GIVEN_UP << 64)
+
+
 def same_operation(word: Any, mark: Any) -> Any:
-    """Return whether two words have the same epoch, whatever their terms."""
-    return (word >> SHIFT) == (mark >> SHIFT)
+    """Return whether a word that is set in every operation has the epoch of a mark, whatever its terms."""
+    return (((word ^ mark) >> SHIFT) == 0) & (word != 0)
 
 
-def with_number(mark: Any, number: Any) -> Any:
-    """Return the word of the mark's operation that contains a number in place of terms."""
-    return ((mark >> SHIFT) << SHIFT) | number
+def with_number(base: Any, number: Any) -> Any:
+    """Return the word of an operation that contains a number in place of terms."""
+    return base ^ (number << NUMBER)
 
 
-def epoch_in(mark: int) -> int:
-    """Return the epoch of a mark, even if its rank has given up. (For the host.)"""
-    return (mark & (1 << GIVEN_UP) - 1) >> SHIFT
+def has_number(word: Any, base: Any) -> Any:
+    """Return whether a word is one of that operation which contains a number in place of terms."""
+    return beside_number(word ^ base) == 0
 
 
-def number_in(word: Any) -> Any:
-    """Return the number that a word contains in place of terms."""
-    return word & ((1 << SHIFT) - 1)
+def beside_number(word: Any) -> Any:
+    """Return a word without the bits that may contain a number in place of terms."""
+    return word & ~((1 << NUMBER_BITS) - 1 << NUMBER)
+
+
+def number_in(word: Any, base: Any) -> Any:
+    """Return the number that a word of that operation contains in place of terms."""
+    return ((word ^ base) >> NUMBER) & ((1 << NUMBER_BITS) - 1)
 
 
 def kind_in(mark: Any) -> Any:
     """Return the index of the mark's kind of operation."""
-    return mark & ((1 << KIND_BITS) - 1)
+    return (mark >> KIND) & ((1 << KIND_BITS) - 1)
+
+
+def epoch_in(mark: int, now: int = 0) -> int:
+    """Return the epoch of a mark, even if its rank has given up. `now`: an epoch less than 2**35 operations before or
+    after it. (For the host.)"""
+    turn = 1 << GIVEN_UP - SHIFT
+    epoch = now + ((mark >> SHIFT) - now + turn // 2) % turn - turn // 2
+    return epoch if epoch >= 0 else epoch + turn
 
 
 class Terms(NamedTuple):
@@ -82,8 +119,9 @@ def pack(
     token_major: bool = False,
 ) -> int:  # fmt: skip
     """Return terms as kernels take them."""
-    flags = scalars << 4 | rows << 5 | latency << 6 | FORMATS.index(format) << FORMAT
-    return _INDEX[kind, token_major] | flags | max_tokens % MOST_TOKENS << TOKENS
+    high, low = divmod(max_tokens % MOST_TOKENS, 1 << LOW_TOKENS)
+    flags = scalars << FLAGS | rows << FLAGS + 1 | latency << FLAGS + 2 | FORMATS.index(format) << FORMAT
+    return high | _INDEX[kind, token_major] << KIND | flags | low << TOKENS
 
 
 def pack_refusal(rank: int, turn: int = 0) -> int:
@@ -97,14 +135,17 @@ def unpack_refusal(terms: Terms) -> tuple[int, int]:
     return terms.max_tokens & (1 << RANK_BITS) - 1, terms.max_tokens >> RANK_BITS
 
 
-def unpack(mark: int) -> tuple[int, Terms]:
-    """Return epoch and terms of a mark, even if its highest bit is set. Invalid kinds and formats, as in a word that
-    contains a number in place of terms, are returned as none."""
-    scalars, rows, latency = (bool(mark >> i & 1) for i in (4, 5, 6))
-    number, form = kind_in(mark), mark >> FORMAT & 7
+def unpack(mark: int, now: int = 0) -> tuple[int, Terms]:
+    """Return epoch (see `epoch_in`) and terms of a mark, even if its highest bit is set. Invalid kinds and formats, as
+    in a word that contains a number in place of terms, are returned as none."""
+    epoch = epoch_in(mark, now)
+    terms = (mark ^ base_of(epoch)) & (1 << SHIFT) - 1
+    scalars, rows, latency = (bool(terms >> FLAGS + i & 1) for i in range(3))
+    number, form = kind_in(terms), terms >> FORMAT & 7
     kind, token_major = _NUMBERED[number if number < len(_NUMBERED) else 0]
-    format, max_tokens = FORMATS[form if form < len(FORMATS) else 0], mark >> TOKENS & MOST_TOKENS - 1
-    return epoch_in(mark), Terms(kind, scalars, rows, latency, max_tokens, format, token_major)
+    format = FORMATS[form if form < len(FORMATS) else 0]
+    max_tokens = (terms & (1 << KIND) - 1) << LOW_TOKENS | terms >> TOKENS
+    return epoch, Terms(kind, scalars, rows, latency, max_tokens, format, token_major)
 
 
 class Alarm(NamedTuple):

@@ -108,17 +108,19 @@ def settle(ranks: Ranks) -> None:
     deadline."""
     if const_expr(ranks.heap.problem.wire.late):
         rank = Int32(0)
-        while rank < ranks.world_size and ranks.mark >= 0:
+        while rank < ranks.world_size and ranks.goes_on:
             if not is_near(ranks, rank):
                 count = ptx.ld_relaxed_sys(ranks.at(ranks.own, "puts") + Int64(rank) * 8)
                 word = ranks.at(Int64(0), "put_counts") + Int64(ranks.rank) * 8
-                said = with_number(ranks.mark, count)
+                said = with_number(ranks.base, count)
                 ranks.heap.problem.wire.put_value(ranks, rank, word, said)
             rank += 1
         expected = Int64(0)
         for source in cutlass.range(ranks.world_size):
             if not is_near(ranks, source):
-                expected += number_in(await_word_of(ranks, "put_counts", source))
+                said = await_word_of(ranks, "put_counts", source)
+                if said != 0:
+                    expected += number_in(said, ranks.base)
         start, stop, come = Int64(arch.globaltimer()), Boolean(False), Int64(0)
         while come < expected and not stop:
             come = Int64(words_come(ranks))

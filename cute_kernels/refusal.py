@@ -89,7 +89,7 @@ class Refuse(Kernel):
         """Send the reason to the ranks of other domains, with one put each from this rank's own copy of it."""
         reason = ranks.at(Int64(0), "reason") + Int64(ranks.rank) * REASON_BYTES
         rank = Int32(warp_id())
-        while rank < self.problem.world_size and ranks.mark >= 0:
+        while rank < self.problem.world_size and ranks.goes_on:
             if not is_near(ranks, rank):
                 word = ranks.at(Int64(0), "refused") + Int64(ranks.rank) * 8
                 self.problem.wire.put_signal(ranks, rank, reason, reason, Int32(REASON_BYTES), word, ranks.mark)

@@ -68,12 +68,23 @@ from .heap import (
     Heap,
 )
 from .launch import RankArgs
-from .marks import ALARM_BITS, GIVEN_UP, KINDS, SHIFT, kind_in, number_in, same_operation
+from .marks import (
+    ALARM_BITS,
+    GIVEN_UP,
+    KINDS,
+    SHIFT,
+    base_of,
+    beside_number,
+    has_number,
+    kind_in,
+    number_in,
+    same_operation,
+)
 
-FLAGS = ("hello", "route", "placed", "staged", "chunk", "token", "fetched", "counted", "batch", "put_counts")
-"""Kinds of flag, by the name of their heap section. A record contains the index."""
+FLAGS = ("hello", "route", "staged", "chunk", "token", "fetched", "counted", "batch", "put_counts")
+"""Kinds of flag that waits can give up, by the name of their heap section. A record contains the index."""
 
-OWN_FLAGS = ("placed", "counted")
+OWN_FLAGS = ("counted",)
 """Kinds that the blocks of one rank set for each other."""
 
 REPORT_WORDS = 16
@@ -130,6 +141,22 @@ class Ranks(Carried):
     def world_size(self) -> int:
         return self.heap.problem.world_size
 
+    @property
+    def base(self) -> Int64:
+        """What words of this operation have in common that contain a number in place of terms."""
+        return self.mark ^ Int64(self.terms)
+
+    @property
+    def own_mark(self) -> Int64:
+        """The mark for words that blocks of this rank set for each other. Blocks of one operation start at different
+        times, so only some of them may know that their rank has given up: it does not depend on that."""
+        return mark_of(self.epoch, self.terms, Int64(0))
+
+    @property
+    def goes_on(self) -> Boolean:
+        """Whether this rank had not given up when this thread began."""
+        return (self.mark ^ (self.epoch << SHIFT)) >= 0
+
     def peer(self, rank: Int32 | int) -> Int64:
         """Return the address of a rank's heap."""
         return ptx.ld_constant(self.peers + Int64(rank) * 8)
@@ -163,7 +190,7 @@ def set_flag(
     else:
         if is_near(ranks, peer):
             store_flag(ranks.peer(peer) + offset, ranks.mark, release)
-        elif ranks.mark >= 0:  # over a wire, who has given up says nothing any more
+        elif ranks.goes_on:  # over a wire, who has given up says nothing any more
             ranks.heap.problem.wire.put_value(ranks, peer, offset, ranks.mark)
 
 
@@ -184,7 +211,30 @@ def again(ranks: Ranks) -> Ranks:
 
 def mark_of(epoch: Int64, terms: Int32, failed: Int64) -> Int64:
     """Return the mark of an operation (marks.py). `failed` is odd if this rank has given up, else 0."""
-    return (epoch << SHIFT) | Int64(terms) | (failed << GIVEN_UP)
+    return base_of(epoch) ^ Int64(terms) ^ (failed << GIVEN_UP)
+
+
+# ---------------------------------------------------------------------- between the blocks of one rank
+
+
+@cute.jit
+def decide(ranks: Ranks, flag: cutlass.Constexpr[str], index: Int32, good: Boolean) -> None:
+    """By one thread, behind a barrier of its block: release flag `index` of its kind in this rank's memory, from which
+    `decided` learns whether it is `good`."""
+    ptx.st_release_sys(ranks.at(ranks.own, flag) + Int64(index) * 8, ranks.own_mark ^ Int64(1 - Int32(good)))
+
+
+@cute.jit
+def decided(ranks: Ranks, flag: cutlass.Constexpr[str], index: Int32, waits: cutlass.Constexpr[bool]) -> Boolean:
+    """By one thread: acquire what `decide` has released, and return whether it is good, or False if it is not of this
+    operation. With `waits`, wait for it without a deadline: the deciding block runs already, and its waits have
+    deadlines. All blocks that wait get the same answer."""
+    address = ranks.at(ranks.own, flag) + Int64(index) * 8
+    word = ptx.ld_acquire_sys(address)
+    if const_expr(waits):
+        while (word ^ ranks.own_mark) >> 1 != 0:
+            word = ptx.ld_acquire_sys(address)
+    return word == ranks.own_mark
 
 
 # ---------------------------------------------------------------------- waits
@@ -203,8 +253,8 @@ def await_word(
     the number, or -1 if the wait gave up. `deadlines` is 2 if `peer` may itself be waiting for another rank, which it
     then names."""
     word = poll(ranks, addr, "batch", peer, detail, True, deadlines)
-    number = number_in(word)
-    if not same_operation(word, ranks.mark):
+    number = number_in(word, ranks.base)
+    if not has_number(word, ranks.base):
         number = Int64(-1)
     return number
 
@@ -248,7 +298,7 @@ def poll(
 
 def is_awaited(ranks: Ranks, seen: Int64, numbered: bool) -> Boolean:
     """Return whether a word that was read does not belong to this operation yet."""
-    return (seen >> SHIFT) != (ranks.mark >> SHIFT) if numbered else seen != ranks.mark
+    return beside_number(seen ^ ranks.base) != 0 if numbered else seen != ranks.mark
 
 
 @cute.jit
@@ -355,7 +405,8 @@ def is_silent(ranks: Ranks, rank: Int32) -> Boolean:
         if is_near(ranks, rank):
             heap = ranks.peer(rank)
             since = arch.globaltimer() - ptx.ld_relaxed_sys(heap + ALIVE * 8)
-            found = since > ranks.timeout_ns // 2 and ptx.ld_relaxed_sys(heap + EPOCH * 8) == ranks.epoch
+            its = mark_of(ptx.ld_relaxed_sys(heap + EPOCH * 8), ranks.terms, Int64(0))
+            found = since > ranks.timeout_ns // 2 and its == ranks.own_mark
     return found
 
 

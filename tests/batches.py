@@ -11,13 +11,14 @@ from cutlass.cute import arch
 
 from cute_kernels import operation, ptx, sync
 from cute_kernels.heap import Heap, Problem
+from cute_kernels.internode.sending import word_of
 from cute_kernels.internode.wire import copy_by_warp
 from cute_kernels.launch import Kernel, RankArgs
-from cute_kernels.marks import SHIFT
+from cute_kernels.marks import NUMBER_BITS
 
 WARPS, MOST_BLOCKS = 2, 2
 BATCH_ROWS = 3
-LAST = 1 << (SHIFT - 1)
+LAST = 1 << (NUMBER_BITS - 1)
 """Set in a batch's word, beside its number of rows, if the sender has no more."""
 
 
@@ -48,7 +49,7 @@ def depth_of(world_size: int) -> int:
 
 def batch_word(ranks: sync.Ranks, rows: Int32, last: Int32) -> Int64:
     """Of a batch of this operation."""
-    return ((ranks.mark >> SHIFT) << SHIFT) | Int64(rows) | (Int64(last) * LAST)
+    return word_of(ranks, Int64(rows) | (Int64(last) * LAST))
 
 
 class BatchesArgs(NamedTuple):

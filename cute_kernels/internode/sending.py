@@ -21,7 +21,7 @@ from ..copies import nth_bit
 from ..domains import on_rail, position_of, rank_at, slot_there
 from ..experts import holder_of
 from ..ids import thread_id, warp_id
-from ..marks import same_operation, with_number
+from ..marks import has_number, with_number
 
 VECTORS = 4
 """How many vectors of a batch a thread loads before it stores them."""
@@ -29,7 +29,7 @@ VECTORS = 4
 
 def word_of(ranks: sync.Ranks, number: Any) -> Int64:
     """Return a word of this operation that contains a number."""
-    return with_number(ranks.mark, Int64(number))
+    return with_number(ranks.base, Int64(number))
 
 
 def batches_of(ranks: sync.Ranks, max_tokens: Int32) -> Int32:
@@ -75,7 +75,7 @@ def send_rows(
     publish kernel."""
     others = ranks.heap.problem.num_domains - 1
     item = Int32(first)
-    while item < batches_of(ranks, args.max_tokens) * others and ranks.mark >= 0:
+    while item < batches_of(ranks, args.max_tokens) * others and ranks.goes_on:
         batch = item // others
         slot = item - batch * others + 1
         domain, _ = position_of(ranks, on_rail(ranks, slot))
@@ -162,7 +162,7 @@ def send_weights(
     them for its own domain, to the stagers of all others. `each`: bytes of a token's, and of what goes with them."""
     p = ranks.heap.problem
     slot = Int32(warp_id()) + 1
-    while slot < p.num_domains and ranks.mark >= 0:
+    while slot < p.num_domains and ranks.goes_on:
         to = slot_there(ranks, slot)
         there = ranks.at(Int64(0), "weights_in") + Int64(to - 1) * ranks.heap.weights_bytes + Int64(first) * each
         here = ranks.at(Int64(0), "weights") + Int64(first) * each
@@ -208,7 +208,7 @@ def relay(
         if item < count:
             seen = ptx.ld_acquire_sys(ranks.own + word)
             polls += 1
-            came = same_operation(seen, ranks.mark)
+            came = has_number(seen, ranks.base)
         p.wire.arrived(ranks, word, came)
         if came:
             # What was acquired comes before the flags.

@@ -61,7 +61,7 @@ def ask(
     p = ranks.heap.problem
     lane = Int32(arch.lane_idx())
     batch = Int32(first)
-    while batch < batches_of(ranks, max_tokens) and ranks.mark >= 0:
+    while batch < batches_of(ranks, max_tokens) and ranks.goes_on:
         here = ranks.at(Int64(0), "wanted_out") + Int64(batch) * ranks.heap.wanted_bytes
         slots = ranks.heap.batches * ranks.heap.wanted_bytes  # bytes of a slot
         for i in cutlass.range(p.batch_tokens):
@@ -115,7 +115,7 @@ def pass_sums(
     warp = Int32(warp_id())
     others = p.num_domains - 1
     item, step = Int32(share[0]), share[1]
-    while item < batches_of(ranks, max_tokens) * others and ranks.mark >= 0:
+    while item < batches_of(ranks, max_tokens) * others and ranks.goes_on:
         batch = item // others
         slot = item - batch * others + 1
         owner = on_rail(ranks, slot)

@@ -82,7 +82,7 @@ def number_rows(ranks: sync.Ranks, tables: RouteTables, max_tokens: Int32, warp:
             token = begin + lane
             names = Boolean(False)
             for k in range_constexpr(p.top_k):
-                expert = asked_expert(tables, source, token * p.top_k + k, max_tokens * p.top_k, low, high)
+                expert = asked_expert(tables, source, token * p.top_k + k, low, high)
                 names = names or expert >= 0
             members = Int32(arch.vote_ballot_sync(names))
             number = before + Int32(arch.popc(members & Int32(arch.lanemask_lt())))
@@ -117,9 +117,9 @@ def number_sums(ranks: sync.Ranks, args: Any, order: Any, warp: Int32) -> None:
                     at = Int64(token * p.top_k + k) * 4
                     expert, row = ptx.ld_i32(args.topk_idx + at), ptx.ld_i32(args.send_rows + at)
                     if expert >= low and expert < high:
-                        mine = mine | (1 << k)
+                        mine = mine | (Int32(1) << k)
                         if row >= 0:
-                            kept = kept | (1 << k)
+                            kept = kept | (Int32(1) << k)
             members = Int32(arch.vote_ballot_sync(kept != 0))
             number = before + Int32(arch.popc(members & Int32(arch.lanemask_lt())))
             if near:

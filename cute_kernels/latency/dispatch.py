@@ -138,11 +138,12 @@ class LatencyDispatch(DispatchSender):
         if bid == blocks - 1:
             low = Int32(0)
             high = Int32(p.num_experts)
+        missing = Int32(0)
         if bid >= args.first_receiver:
             clear_counts(tables, Int32(p.world_size) if self.token_major else high - low)
-            self.gather_routes(ranks, tables, args, warp, lane)
+            missing = self.gather_routes(ranks, tables, args, warp, lane)
         hold_epoch(ranks)
-        arch.sync_threads()
+        tables.entries = args.max_tokens * p.top_k * Int32(ptx.barrier_count(missing) == 0)
         if warp == WARPS - 1 and lane == 0:
             if const_expr(p.num_domains > 1):
                 have_put(ranks)
@@ -214,13 +215,16 @@ class LatencyDispatch(DispatchSender):
     @cute.jit
     def gather_routes(
         self, ranks: sync.Ranks, tables: RouteTables, args: LatencyDispatchArgs, warp: Int32, lane: Int32
-    ) -> None:
-        """Receive the routes of all ranks in shared memory. Routes that do not arrive in time name no experts. The last
-        block logs which ranks it waits for."""
+    ) -> Int32:
+        """Receive the routes of all ranks in shared memory. Return 1 in a thread that misses some of a route, else 0.
+        The last block logs which ranks it waits for.
+
+        A block that misses a route places no rows at all. A rank that rejects the operation sends no route, so then all
+        blocks of all ranks agree on a route without rows, whatever else they have received."""
         p = self.problem
         bid, blocks = block_ids()
         count = packets(ROUTE_HEADER_BYTES + 2 * (args.max_tokens * p.top_k))
-        item = warp
+        item, missing = warp, Int32(0)
         while item < count * p.world_size:
             source = item // count
             packet = item - source * count
@@ -236,8 +240,11 @@ class LatencyDispatch(DispatchSender):
                 w0, w1, w2, w3 = receive_packet(
                     ranks, ranks.at(ranks.own, "routes") + at, "route", source, bid == blocks - 1, lane
                 )
+                if marks(lane) and (w2 & w3) == Uint32(0xFFFFFFFF):  # which is the mark of no kind of operation
+                    missing = Int32(1)
             keep_route(tables, source, packet, (w0, w1, w2, w3), lane)
             item += WARPS
+        return missing
 
     @cute.jit
     def write_send_rows(self, tables: RouteTables, args: LatencyDispatchArgs) -> None:
@@ -454,8 +461,7 @@ class LatencyDispatch(DispatchSender):
             if not is_near(ranks, source):
                 first, end = local_experts(p, ranks.rank)
                 for k in range_constexpr(p.top_k):
-                    entries = args.max_tokens * p.top_k
-                    if asked_expert(tables, source, token * p.top_k + k, entries, first, end) >= 0:
+                    if asked_expert(tables, source, token * p.top_k + k, first, end) >= 0:
                         comes = Boolean(True)
         number = Int32(token)
         if const_expr(p.bundles):
@@ -483,7 +489,7 @@ class LatencyDispatch(DispatchSender):
                         row = tables.rows[source * args.max_tokens + token]
                         low, high = local_experts(p, args.ranks.rank)
                         weight = Int32(0)
-                        if asked_expert(tables, source, k, entries, low, high) >= 0:
+                        if asked_expert(tables, source, k, low, high) >= 0:
                             weight = Int32(words[i])
                         ptx.st_i32(args.recv_weights + (Int64(row) * p.top_k + first + i) * 4, weight)
                     else:

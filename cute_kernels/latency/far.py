@@ -34,7 +34,7 @@ class FarTarget(NamedTuple):
 @cute.jit
 def store_far(ranks: sync.Ranks, area: cutlass.Constexpr[str], at: Int64, words: Words) -> None:
     """Store a part of a packet in the send area, unless this rank has given up, because the area may still be read."""
-    if ranks.mark >= 0:
+    if ranks.goes_on:
         st_line(ranks.at(ranks.own, area) + at, words)
 
 
@@ -42,7 +42,7 @@ def store_far(ranks: sync.Ranks, area: cutlass.Constexpr[str], at: Int64, words:
 def put_far(ranks: sync.Ranks, area: cutlass.Constexpr[str], to: FarTarget, at: Int64, count: Int32) -> None:
     """By the whole block that has stored `count` packets in the send area, from `at` on."""
     # Warps may not agree on whether this rank has given up.
-    if ptx.barrier_count(Int32(ranks.mark < 0)) == 0:
+    if ptx.barrier_count(1 - Int32(ranks.goes_on)) == 0:
         there = ranks.at(Int64(0), area) + Int64(to.number) * to.stride
         here = ranks.at(Int64(0), f"{area}_out") + at
         word = ranks.at(Int64(0), f"{area}_words") + Int64(to.number) * 8

@@ -38,8 +38,7 @@ def entry_of(problem: cutlass.Constexpr[Problem], tables: RouteTables, args: Any
     if lane < 32 // top_k * top_k and token < args.max_tokens * problem.world_size:
         source = token // args.max_tokens
         entry = (token - source * args.max_tokens) * top_k + lane % top_k
-        entries = args.max_tokens * top_k
-        expert = asked_expert(tables, source, entry, entries, Int32(0), Int32(problem.num_experts))
+        expert = asked_expert(tables, source, entry, Int32(0), Int32(problem.num_experts))
     return token, expert
 
 

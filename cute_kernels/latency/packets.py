@@ -198,7 +198,8 @@ def receive_packet(
 
 
 def by_mark(ranks: Ranks) -> Ranks:
-    """Recompute `ranks` from its mark, so that values derived from the epoch need no registers until here."""
+    """Recompute `ranks` from its mark, so that values derived from the epoch need no registers until here. Only the
+    lowest bits of its epoch are right."""
     new = copy.copy(ranks)
     new.mark = arch.inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[ranks.mark])
     new.epoch = new.mark >> SHIFT

@@ -44,9 +44,11 @@ class RouteTables(Carried):
     token-major rows (place_tokens.py) `rows` is [W, tokens], `earlier` [warps, W], `start` [W], and `asked`
     [2, local experts]: (row, k) that name each, all and dropped ones.
 
-    How long each is says `table_ints`, which also bounds how many tokens there may be.
+    How long each is says `table_ints`, which also bounds how many tokens there may be. `entries`: how many entries of
+    each source may name an expert; 0 if some route is missing, so that nothing is placed.
     """
 
+    entries: Any
     route: Any
     rows: Any
     earlier: Any
@@ -60,7 +62,8 @@ class RouteTables(Carried):
         self.route_stride = heap.route_packets * ROUTE_WORDS
         kinds = {"route": Uint32, "earlier": Uint16, "order": Uint16}
         lengths = table_ints(heap.problem, heap.tokens)
-        self.carried = tuple(lengths)
+        self.entries = Int32(0)
+        self.carried = ("entries", *lengths)
         for name, ints in lengths.items():
             kind = kinds.get(name, Int32)
             setattr(self, name, smem.allocate_tensor(kind, cute.make_layout(ints * 32 // kind.width)))
@@ -189,10 +192,10 @@ def clear_counts(tables: RouteTables, experts: Int32) -> None:
 
 
 @cute.jit
-def asked_expert(tables: RouteTables, source: Int32, entry: Int32, entries: Int32, low: Int32, high: Int32) -> Int32:
+def asked_expert(tables: RouteTables, source: Int32, entry: Int32, low: Int32, high: Int32) -> Int32:
     """Return the expert id of an entry minus `low`, or -1 if it is not in low..high-1."""
     expert = Int32(-1)
-    if entry < entries:
+    if entry < tables.entries:
         word = tables.route[source * tables.route_stride + ROUTE_HEADER_BYTES // 4 + (entry >> 1)]
         expert = Int32((word >> (Uint32(entry & 1) * 16)) & 0xFFFF)
         if expert >= low and expert < high:
@@ -230,7 +233,7 @@ def place_entries(
     # One division for all chunks of the warp: it takes as long as everything else that is done for a chunk.
     source = Int32(begin // chunks)
     mine = EntryRange(begin, end, chunks, source, begin - source * chunks)
-    each_chunk(mine, partial(count_chunk, tables, entries, low, high, warp * (high - low)))
+    each_chunk(mine, partial(count_chunk, tables, low, high, warp * (high - low)))
     arch.sync_threads()
     sum_earlier(tables, high - low)
     arch.sync_threads()
@@ -242,7 +245,7 @@ def place_entries(
             settings = tuple(Int32(tables.route[at + what]) for what in (CAPACITY, ALIGNMENT, SLOTS))
             place_segments(tables, (first, behind), low, settings)
     arch.sync_threads()
-    each_chunk(mine, partial(number_chunk, tables, entries, low, high, warp * (high - low)))
+    each_chunk(mine, partial(number_chunk, tables, low, high, warp * (high - low)))
     arch.sync_threads()
 
 
@@ -262,12 +265,12 @@ def each_chunk(mine: EntryRange, visit: Callable[[Int32, Int32, Int32], None]) -
 
 @cute.jit
 def count_chunk(
-    tables: RouteTables, entries: Int32, low: Int32, high: Int32, counts: Int32, source: Int32, first: Int32, at: Int32
+    tables: RouteTables, low: Int32, high: Int32, counts: Int32, source: Int32, first: Int32, at: Int32
 ) -> None:
     """By a warp, whose counts begin at `earlier[counts]`: `rows` of its entries becomes how many of the warp's entries
     before name the same expert, and `earlier` how many name each."""
     lane = arch.lane_idx()
-    expert = asked_expert(tables, source, first + lane, entries, low, high)
+    expert = asked_expert(tables, source, first + lane, low, high)
     same = arch.match_sync(0xFFFFFFFF, expert)
     tables.rows[at + lane] = count_up(tables.earlier, counts + expert, same, expert >= 0)
 
@@ -287,11 +290,11 @@ def sum_earlier(tables: RouteTables, experts: Int32) -> None:
 
 @cute.jit
 def number_chunk(
-    tables: RouteTables, entries: Int32, low: Int32, high: Int32, counts: Int32, source: Int32, first: Int32, at: Int32
+    tables: RouteTables, low: Int32, high: Int32, counts: Int32, source: Int32, first: Int32, at: Int32
 ) -> None:
     """By a warp, behind `sum_earlier` and `place_segments`: `rows` of its entries becomes their rows."""
     lane = arch.lane_idx()
-    expert = asked_expert(tables, source, first + lane, entries, low, high)
+    expert = asked_expert(tables, source, first + lane, low, high)
     row = Int32(-1)
     if expert >= 0:
         earlier = Int32(tables.earlier[counts + expert])

@@ -63,7 +63,6 @@ def count_tokens(
     becomes twice the number of the warp's earlier ones that do, and 1 more if it does itself."""
     lane = arch.lane_idx()
     first, end = local_experts(problem, args.ranks.rank)
-    entries = args.max_tokens * problem.top_k
     tokens = args.max_tokens * problem.world_size
     before = Int32(0)
     for chunk in cutlass.range(mine[0], mine[1], 1):
@@ -73,7 +72,7 @@ def count_tokens(
             source = token // args.max_tokens
             entry = (token - source * args.max_tokens) * problem.top_k
             for k in range_constexpr(problem.top_k):
-                if asked_expert(tables, source, entry + k, entries, first, end) >= 0:
+                if asked_expert(tables, source, entry + k, first, end) >= 0:
                     comes = Boolean(True)
         coming = arch.vote_ballot_sync(comes)
         if token < tokens:

@@ -211,7 +211,7 @@ class Combine(SlicedKernel):
                 total = copies_of_other(ranks, walk)
             if const_expr(p.num_domains > 1):
                 # Behind what a rank that has given up pushes, a stager that is late would send a sum of it.
-                total = total * Int32(ranks.mark >= 0)
+                total = total * Int32(ranks.goes_on)
             pushing = (ranks, walk, args, last)
             if const_expr(self.rows):
                 ring = Ring(self.ring, buffers, barriers, warp)

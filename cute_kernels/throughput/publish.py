@@ -119,11 +119,14 @@ class Publish(Kernel):
         if bid == 0:
             operation.say_hello(ranks, thread_id(), THREADS, True)
 
-        # Every block runs and has read the epoch: the pull kernel may take the multiprocessors that are left. It reads
-        # the epoch, x and a known route without waiting for this kernel to end, so all that must have been written
-        # before this kernel began: that holds because this kernel is no dependent launch itself (no `use_pdl`).
         arch.sync_threads()
-        arch.griddepcontrol_launch_dependents()
+        if const_expr(not self.ends_operation):
+            # Every block runs and has read the epoch: the pull kernel may take the multiprocessors that are left. It
+            # reads the epoch, x and a known route without waiting for this kernel to end, so all that must have been
+            # written before this kernel began: that holds because this kernel is no dependent launch itself (no
+            # `use_pdl`). Without a pull the next kernel is of another operation, and must not take multiprocessors
+            # while this one waits for peers.
+            arch.griddepcontrol_launch_dependents()
         smem = cutlass.memory.SmemAllocator()
         if bid < self.tile_blocks:
             self.do_tile(ranks, smem, bid, args)
@@ -198,11 +201,11 @@ class Publish(Kernel):
         ok = self.meet(ranks, tile, failed)
         if const_expr(self.route):
             self.place(ranks, ok, tile, tables, args)
-            # The tile's part of the lists comes before the release, and before what this block reads of it. Without the
-            # flag the pull kernel gives up, and looks at no list.
+            # The tile's part of the lists comes before the release, and before what this block reads of it. If it is
+            # not complete, no block of the pull kernel looks at a list.
             arch.sync_threads()
-            if tid == 0 and self.is_placed(ok, tables):
-                ranks.signal("placed", ranks.rank, tile)
+            if tid == 0:
+                sync.decide(ranks, "placed", tile, self.is_placed(ok, tables))
             self.finish(ranks, tile, tables, args)
         else:
             self.place_weights(ranks, ok, tile, args)
@@ -233,7 +236,7 @@ class Publish(Kernel):
         first, end = tile_of(p, tile, args.max_tokens, args.tokens)
         if const_expr(p.num_domains > 1):
             # What puts may still read a rank that has given up leaves alone.
-            if ranks.mark < 0:
+            if not ranks.goes_on:
                 end = first
         for j in cutlass.range(first * p.top_k + thread_id(), end * p.top_k, THREADS):
             self.publish_weight(ranks, j, args)

@@ -130,17 +130,15 @@ class Pull(Kernel):
         arch.sync_threads()
         if const_expr(self.placed):
             if tid < p.tiles:
-                if const_expr(self.joins):
-                    # When this grid is launched the route is placed. A block that does not see it has come after the
-                    # operation's end, which waits for those alone that take part: it is not needed, and leaves.
-                    if not ranks.seen("placed", tid):
-                        lost[0] = 1
-                elif not ranks.wait("placed", tid, ranks.rank, tid):
+                # When a grid that joins is launched, the tiles have decided. A block that does not see it has come
+                # after the operation's end, which waits only for those that take part: it is not needed, and leaves.
+                if not sync.decided(ranks, "placed", tid, not self.joins):
                     lost[0] = 1
         # Hands the barriers, and the route that was acquired, to the whole block.
         arch.sync_threads()
         if const_expr(self.placed and not self.joins):
-            arch.griddepcontrol_launch_dependents()
+            if args.joining > 0:  # else the next kernel is of another operation, and this one waits for peers
+                arch.griddepcontrol_launch_dependents()
         # The first block of a grid of surplus blocks always takes part.
         always, number = args.dealt, bid
         if const_expr(self.placed):

@@ -79,7 +79,7 @@ def may_write(ranks: Ranks, rank: Int32) -> Boolean:
     read, because a valid word would follow."""
     may = Boolean(True)
     if const_expr(ranks.heap.problem.num_domains > 1):
-        may = ranks.mark >= 0 or is_near(ranks, rank)
+        may = ranks.goes_on or is_near(ranks, rank)
     return may
 
 
@@ -89,7 +89,7 @@ def put_messages(ranks: Ranks, counters: Counters, warps: cutlass.Constexpr[int]
     the route flag."""
     p = ranks.heap.problem
     rank = Int32(warp_id())
-    while rank < p.world_size and ranks.mark >= 0:
+    while rank < p.world_size and ranks.goes_on:
         if not is_near(ranks, rank):
             entries = Int32(counters.total[p.num_experts + rank])
             there, here = (

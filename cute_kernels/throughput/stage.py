@@ -79,7 +79,7 @@ def stage(
                 at += shape.piece_bytes
             # All of the chunk lies in memory before its mark is released.
             arch.cp_async_bulk_wait_group(0)
-            ptx.st_release_gpu(marks + Int64(chunk) * 8, ranks.mark)
+            ptx.st_release_gpu(marks + Int64(chunk) * 8, ranks.own_mark)
             chunk += warps * copiers
 
 
@@ -103,7 +103,8 @@ def flag_chunks(ranks: sync.Ranks, first: Int64, group: Int32, found: Int32) -> 
 @cute.jit
 def announce(ranks: sync.Ranks, smem: Any, tokens: Int32, own: cutlass.Constexpr[bool]) -> None:
     """By one block, the first behind the tile blocks. Those that it waits for wait for nobody: they run and end as soon
-    as there is a multiprocessor for one of them.
+    as there is a multiprocessor for one of them. Their marks do not depend on whether this rank has given up when they
+    start, since this wait has no deadline.
 
     Each warp looks at 32 chunks at a time until all of them are announced. Those that it finds go to the first warp
     through shared memory; that warp fences, and then its lanes set the flags: one fence for all that were found. There
@@ -128,7 +129,7 @@ def announce(ranks: sync.Ranks, smem: Any, tokens: Int32, own: cutlass.Constexpr
     while announced < chunks:
         ready = Int32(0)
         if chunk < chunks and (mine >> lane) & 1 == 0:
-            ready = Int32(ptx.ld_acquire_gpu(marks + Int64(chunk) * 8) == ranks.mark)
+            ready = Int32(ptx.ld_acquire_gpu(marks + Int64(chunk) * 8) == ranks.own_mark)
         mask = arch.vote_ballot_sync(ready != 0)
         if lane == 0:
             (masks + (side + warp)).store(mask)

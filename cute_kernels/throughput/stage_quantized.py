@@ -59,7 +59,7 @@ def stage_quantized(
         else:
             arch.sync_warp()
         if member == 0 and lane == 0:
-            ptx.st_release_gpu(marks + Int64(chunk) * 8, ranks.mark)
+            ptx.st_release_gpu(marks + Int64(chunk) * 8, ranks.own_mark)
         chunk += THREADS // 32 // team * copiers
 
 

@@ -19,7 +19,10 @@ class Pair(copies.Checked, latency.Pair):
 def pair(shape: Shape, draw: random.Random, dispatch: latency.Blocks, combine: latency.Blocks, split: bool = False,
          weighted: bool = True, times: int = 2) -> None:  # fmt: skip
     """Dispatches, checks everything that came, combines other rows and checks the sums."""
-    on = Pair(shape, draw, dispatch, combine)
+    pair_of(Pair(shape, draw, dispatch, combine), times, split, weighted)
+
+
+def pair_of(on: Pair, times: int, split: bool, weighted: bool) -> None:
     for _ in range(times):
         on.inputs()
         on.run("dispatch", weighted, split)

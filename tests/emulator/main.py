@@ -10,11 +10,13 @@ from collections.abc import Callable
 import torch
 
 from . import (
+    alarms,
     batches,
     combine,
     copies,
     deaths,
     dsl,
+    epochs,
     few_rows,
     formats,
     given,
@@ -22,6 +24,7 @@ from . import (
     latency_tokens,
     lists,
     machine,
+    rejected,
     repeats,
     rounds,
     sum_rows,
@@ -143,7 +146,10 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     "across_absent": lambda draw: throughput.absent(
         Shape((3, 0, 2), 3, 3, domains=((0,), (1,), (2,)), wire="nvshmem"), draw, warned=True, known=False
     ),
+    **alarms.CHECKS,
     **copies.CHECKS,
+    **epochs.CHECKS,
+    **rejected.CHECKS,
     **latency_tokens.CHECKS,
     **formats.CHECKS,
     **deaths.CHECKS,

@@ -65,7 +65,7 @@ MUTATIONS = {
         '                ptx.st_release_sys(ranks.own + 17 * 8',
     ),
     "sent": Mutation(
-        "latency_across_refused", OPERATION, 'expected += number_in(await_word_of(ranks, "put_counts", source))',
+        "latency_across_refused", OPERATION, "expected += number_in(said, ranks.base)",
         "expected += Int64(0)",
     ),
     "come": Mutation(
@@ -76,8 +76,8 @@ MUTATIONS = {
         "                come = Boolean(True)\n            if",
     ),
     "weights arrived, rows arrived": Mutation(
-        "across_pairs_small", SENDING, "            came = same_operation(seen, ranks.mark)\n",
-        "            seen = with_number(ranks.mark, seen & ((1 << 27) - 1))\n"
+        "across_pairs_small", SENDING, "            came = has_number(seen, ranks.base)\n",
+        "            seen = with_number(ranks.base, (seen >> 7) & ((1 << 20) - 1))\n"
         "            came = Boolean(True)\n",
     ),
     "half launched, others told": Mutation(
@@ -88,7 +88,7 @@ MUTATIONS = {
     ),
     "rows told": Mutation(
         "across_small", STAGED, "Int32(sync.await_word(ranks, flag, source, token))",
-        "Int32(ptx.ld_relaxed_sys(flag) & ((1 << 27) - 1))",
+        "Int32((ptx.ld_relaxed_sys(flag) >> 7) & ((1 << 20) - 1))",
     ),
     "staged": Mutation(
         "throughput_waits", STAGED, 'elif not ranks.wait("chunk", chunk_of(ranks, source, token), source, token):',
@@ -122,7 +122,7 @@ MUTATIONS = {
     ),
     "sums arrived": Mutation(
         "across_small", SUMS, "            mask = sync.await_word(ranks, ranks.own + word, stager, token, 2)\n",
-        "            mask = ptx.ld_relaxed_sys(ranks.own + word) & ((1 << 27) - 1)\n",
+        "            mask = (ptx.ld_relaxed_sys(ranks.own + word) >> 7) & ((1 << 20) - 1)\n",
     ),
     "scalars arrived": Mutation(
         "across_small", SUMS, "            came = sync.await_word(ranks, ranks.own + word, stager, token, 2) >= 0\n",
@@ -160,6 +160,12 @@ MUTATIONS = {
         "    while ptx.ld_acquire_gpu(ranks.own + TICKET * 8) != blocks:\n        pass\n", "",
     ),
     "settle, few tokens": Mutation("latency_across_refused", FAR, "    operation.end_refused(ranks)\n", ""),
+    "few, a route missing": Mutation(
+        "rejected_latency", DISPATCH, "Int32(ptx.barrier_count(missing) == 0)", "Int32(ptx.barrier_count(missing) >= 0)"
+    ),
+    "staged, by blocks that know of an alarm": Mutation(
+        "alarm_staging", "throughput/stage.py", "chunk) * 8, ranks.own_mark)", "chunk) * 8, ranks.mark)"
+    ),
     "few, lines arrived": Mutation(
         "latency_tokens", "latency/packets.py", "        waiting = missing\n", "        waiting = Int32(0)\n"
     ),
@@ -176,7 +182,7 @@ MUTATIONS = {
         "latency_tokens", DISPATCH, "behind = cutlass.min(copies, args.capacity)", "behind = args.capacity"
     ),
     "few, weights of other ranks' experts": Mutation(
-        "latency_tokens", DISPATCH, "asked_expert(tables, source, k, entries, low, high) >= 0", "entries >= 0"
+        "latency_tokens", DISPATCH, "asked_expert(tables, source, k, low, high) >= 0", "entries >= 0"
     ),
     "rows behind the last": Mutation(
         "given_many", "throughput/combine.py",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import machine
 from .network import Network
-from .threads import TICK, Launch, run
+from .threads import TICK, Launch, Thread, run
 
 BEHIND = 600
 """Rounds that the rank that is late begins its operations behind the others."""
@@ -56,6 +56,14 @@ class Ranks:
             self.memory.store_long(table + 8 * number, word)
         return table
 
+    def begin_at(self, epoch: int) -> None:
+        """Let the next operation be that of an epoch. The log is emptied: it is read as that of recent operations."""
+        for rank in range(self.world_size):
+            self.memory.store_long(self.epoch_of(rank), epoch)
+            first = self.heaps[rank] + self.heap.offset["notes"]
+            self.view(first, self.heap.size["notes"] // 4).zero_()
+        self.operations = epoch - 1
+
     def epoch_of(self, rank: int) -> int:
         from cute_kernels.heap import EPOCH
 
@@ -89,7 +97,8 @@ class Ranks:
         """One operation of all ranks, or the half of it that does not end it; no rank may report anything. Where it
         ends no put is under way."""
         delayed = [self.delayed(launch) for launch in launches]
-        run([*delayed, *self.couriers()] if ends else delayed, self.draw)
+        groups = run([*delayed, *self.couriers()] if ends else delayed, self.draw)
+        self.check_triggers(launches, groups)
         self.operations += ends
         if ends:
             self.check_wire()
@@ -98,6 +107,15 @@ class Ranks:
             if ends:
                 self.check_note(rank)
                 self.check_waits(rank)
+
+    def check_triggers(self, launches: list[Launch], groups: list[list[Thread]]) -> None:
+        """A kernel triggers its dependents if one of them is of the same operation. Latency kernels, of which there is
+        one, do so when they have seen everything that they wait for."""
+        for index, launch in enumerate(launches):
+            triggered = any(thread.triggered for thread in groups[index])
+            if not getattr(launch.kernel, "triggers", False):
+                depended = any(other.after == index for other in launches)
+                assert triggered <= depended, f"{launch.kernel} lets a kernel of another operation begin"
 
     def check_wire(self) -> None:
         """When an operation has ended at all ranks, no put is under way: all have been waited for."""
@@ -117,7 +135,9 @@ class Ranks:
 
         at = self.heaps[rank] + self.heap.offset["notes"] + self.operations % NOTES * NOTE_WORDS * 8
         mark, begun, met = (self.memory.load_long(at + 8 * word) for word in (0, BEGUN, MET))
-        assert unpack(mark)[0] == self.operations and 0 < begun < met, f"rank {rank} notes {mark:x}, {begun}, {met}"
+        assert unpack(mark, self.operations)[0] == self.operations and 0 < begun < met, (
+            f"rank {rank} notes {mark:x}, {begun}, {met}"
+        )
 
     def delayed(self, launch: Launch) -> Launch:
         """What the rank that is late launches, if there is one."""
@@ -131,7 +151,7 @@ class Ranks:
 
         parts = (self.view(self.heaps[rank] + self.heap.offset[name], 2 * NOTES * words).numpy().tobytes()
                  for name, words in (("notes", NOTE_WORDS), ("waited", self.world_size)))  # fmt: skip
-        last = history.operations(*parts)[0]
+        last = history.operations(*parts, now=self.operations + 1)[0]
         assert last.number == self.operations and last.waits[rank] < 1, last
         if self.late is not None:
             others = [wait if other != rank else 0.0 for other, wait in enumerate(last.waits)]

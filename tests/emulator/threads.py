@@ -108,7 +108,7 @@ def collective(combine: Callable[[list[tuple[Any, ...]]], list[Any]]) -> Callabl
 class Launch:
     """A kernel on one rank. `after`: index of the launch that it depends on. `late`: the most rounds that blocks but
     the first start later than that allows. `behind`: rounds that all of them start later. `uneven`: the most rounds
-    that a warp now and then misses, while others go on."""
+    that a warp now and then misses, while others go on. `begins`: rounds that some blocks start later, by index."""
 
     kernel: Any
     args: Any
@@ -116,6 +116,7 @@ class Launch:
     late: int = 0
     behind: int = 0
     uneven: int = 0
+    begins: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 def start(launch: Launch, after: list[Thread], draw: random.Random) -> list[list[Thread]]:
@@ -124,7 +125,7 @@ def start(launch: Launch, after: list[Thread], draw: random.Random) -> list[list
     count = kernel.options["block"][0]
     warps = []
     for index in range(int(args.blocks)):
-        late = launch.behind + (draw.randint(0, launch.late) if index else 0)
+        late = launch.behind + (draw.randint(0, launch.late) if index else 0) + launch.begins.get(index, 0)
         block = Block(index, int(args.blocks), count, after, late, launch.uneven)
         threads = [Thread(lambda: run_thread(kernel, args), block, i) for i in range(count)]
         warps += [threads[i : i + WARP] for i in range(0, count, WARP)]
@@ -181,17 +182,19 @@ def run(
     dying: Sequence[int] = (),
     after: int = 0,
     quiet_turns: int = QUIET_TURNS,
-) -> None:
-    """All launches at once, until every thread has ended. An exception of a thread ends it, with its traceback. Threads
-    of launches that are `dying` (by index) stop for ever after so many rounds. `quiet_turns`: more than deadlines of
-    waits, if there are any."""
+    rounds: int | None = None,
+) -> list[list[Thread]]:
+    """All launches at once, until every thread has ended. Return the threads of each launch. An exception of a thread
+    ends it, with its traceback. Threads of launches that are `dying` (by index) stop for ever after so many rounds.
+    `quiet_turns`: more than deadlines of waits, if there are any. `rounds`: the most that it may take, for threads
+    that may wait for ever in a loop that does more than look again."""
     warps: list[list[Thread]] = []
     groups: list[list[Thread]] = []
     for launch in launches:
         mine = start(launch, groups[launch.after] if launch.after is not None else [], draw)
         groups.append([thread for warp in mine for thread in warp])
         warps += mine
-    quiet = 0
+    quiet, first = 0, machine.clock
     doomed = {id(thread) for index in dying for thread in groups[index]}
     while warps:
         if doomed and after == 0:
@@ -218,6 +221,10 @@ def run(
         warps = [warp for warp in warps if not all(thread.dead for thread in warp)]
         quiet = 0 if moved else quiet + 1
         assert quiet <= quiet_turns, f"nobody goes on: {[stuck(warp) for warp in warps[:6]]}"
+        if rounds is not None:
+            late = [stuck(warp) for warp in warps[:6] if warp[0].began]
+            assert machine.clock - first <= rounds * TICK, f"after {rounds} rounds some go on: {late}"
+    return groups
 
 
 def stuck(warp: list[Thread]) -> str:

@@ -18,11 +18,16 @@ pytest.importorskip("greenlet", reason="needs greenlet, whose threads stand for 
 from emulator.main import CHECKS, main
 from emulator.mutations import MUTATIONS, ROOT
 
-ALWAYS = ("latency", "throughput", "few_rows")
+ALWAYS = (
+    "latency", "throughput", "few_rows", "alarm_joining", "alarm_staging", "rejected_latency", "epochs_latency_across"
+)  # fmt: skip
 ONE_OF = ("throughput_dropping", "death_few_dispatch", "wire_nvshmem", "across_small", "across_wide")
 DRAWN = 2
 """How many of the other checks are run, others for each commit. EP_OPS_ALL_CHECKS=1: all, which takes an hour."""
-SLOW = ("across_", "death_", "domains_", "formats_", "pushes", "rounds", "tokens", "latency_across", "throughput_")
+SLOW = (
+    "across_", "alarm_", "death_", "epochs_", "rejected_", "domains_", "formats_", "pushes", "rounds", "tokens",
+    "latency_across", "throughput_",
+)  # fmt: skip
 """How the names of those begin that may take minutes: they are never drawn."""
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cute_kernels import marks
-from cute_kernels.heap import BEGUN, GAVE_UP, MET, NOTE_WORDS, NOTES, WAIT_BITS
+from cute_kernels.heap import BEGUN, GAVE_UP, MET, NOTE_WORDS, NOTES, WAIT_BITS, WAIT_UNIT
 from cute_kernels.sync import FAILED_BY_PEER
 from ep_ops.backends.cute import history, watch
 from ep_ops.backends.cute.failures import Failures
@@ -45,14 +45,38 @@ def test_the_last_comes_first() -> None:
 
 
 def test_waits_of_an_operation_that_is_over_do_not_count() -> None:
-    """In units of 64 ns, of 3 ranks; operation 18 has left some where 34 has its own."""
+    """Of 3 ranks; operation 18 has left some where 34 has its own."""
     words = [0] * 3 * NOTES
     words[6:9] = [1 << WAIT_BITS | 7000, 2 << WAIT_BITS | 5, 2 << WAIT_BITS]  # in the place of 2, 18, 34
     words[3] = 2 << WAIT_BITS | (1 << WAIT_BITS) - 1
     found = history.operations(
         noted((34, "dispatch", 9, 0, 0), (33, "plan", 8, 0, 0)), struct.pack(f"<{len(words)}q", *words)
     )
-    assert [one.waits for one in found] == [(0.0, 5 * 64e-9, 0.0), (pytest.approx(137.4, abs=0.1), 0.0, 0.0)]
+    assert [one.waits for one in found] == [
+        (0.0, 5e-9 * (1 << WAIT_UNIT), 0.0),
+        (pytest.approx(137.4, abs=0.1), 0.0, 0.0),
+    ]
+
+
+@pytest.mark.parametrize("turn", [2**35, 2**36, 2**36 + 2**35, 2**37, 2**40])
+def test_operations_of_any_epoch(turn: int) -> None:
+    """Around each turn of what marks contain of an epoch: numbers, their order, waits, and who has not begun."""
+    words = [0] * NOTES * NOTE_WORDS
+    waited = [0] * 2 * NOTES
+    for number in range(turn - 3, turn + 4):
+        place, use = number % NOTES, number // NOTES
+        words[place * NOTE_WORDS] = marks.make(number, marks.pack("combine", 64))
+        words[place * NOTE_WORDS + BEGUN] = words[place * NOTE_WORDS + MET] = 10
+        waited[2 * place + 1] = use << WAIT_BITS | 3
+    hellos = [b"", b""]
+    for last in (turn + 3, turn + 2):
+        begun_by = [marks.make(at, marks.pack("combine", 64)) for at in (last, last - 2)]
+        hellos[last % 2] = struct.pack("<2q", *begun_by)
+    packed = struct.pack(f"<{len(words)}q", *words), struct.pack(f"<{len(waited)}Q", *waited)
+    found = history.operations(*packed, hellos, turn + 4)
+    assert [one.number for one in found] == list(range(turn + 3, turn - 4, -1))
+    assert all(one.waits == (0.0, pytest.approx(3e-9 * (1 << WAIT_UNIT))) for one in found)
+    assert [one.unseen for one in found[:2]] == [(1,), (1,)]
 
 
 def test_what_people_read() -> None:

@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels import marks, sync
+from cute_kernels import heap, marks, sync
 from cute_kernels.formats import FORMATS
-from cute_kernels.heap import MOST_RANKS_ACROSS
+from cute_kernels.heap import MOST_RANKS, MOST_RANKS_ACROSS
 from ep_ops.backends.cute import watch
 from ep_ops.backends.cute.report import Report
 
@@ -29,6 +29,74 @@ def test_round_trip(kind, token_major):
         packed = marks.pack(kind, tokens, *flags, format=name, token_major=token_major)
         assert marks.unpack(12345 << marks.SHIFT | packed) == (12345, terms), (flags, tokens, name)
         assert packed < 2**31 and packed >> marks.SHIFT == 0
+
+
+def test_layout_of_marks():
+    """All bits of a mark have one purpose each: terms and epoch. A number takes the place of terms only."""
+    terms = 0
+    for number, what in (
+        (marks.pack("none", 127 << marks.LOW_TOKENS, rows=False), "highest bits of max_tokens"),
+        ((1 << marks.KIND_BITS) - 1 << marks.KIND, "kind"), (7 << marks.FLAGS, "scalars, rows, latency"),
+        (7 << marks.FORMAT, "format"), (marks.pack("none", 1023, rows=False), "lowest bits of max_tokens"),
+    ):  # fmt: skip
+        assert number & terms == 0, what
+        terms |= number
+    assert terms == (1 << marks.SHIFT) - 1 and marks.NUMBER + marks.NUMBER_BITS == marks.SHIFT
+    assert marks.make(5, terms) == 5 << marks.SHIFT | terms and marks.make(2**36, 0) == -(2**63)
+
+
+def test_layout_of_state():
+    """Words do not overlap, EPOCH and FAILED are loaded together, and there is room for a mask of all ranks of a domain
+    beside them."""
+    words = [
+        heap.EPOCH, heap.FAILED, *range(heap.VACANT, heap.VACANT + heap.VACANT_WORDS), heap.TICKET, heap.REFUSED,
+        heap.LATE, heap.ALIVE, heap.CLAIMS, heap.PUSHES,
+    ]  # fmt: skip
+    assert len(set(words)) == len(words) and 8 * max(words) < heap.STATE_BYTES
+    assert heap.FAILED == heap.EPOCH + 1 and heap.EPOCH % 2 == 0
+    assert heap.VACANT == heap.FAILED + 1 and 64 * heap.VACANT_WORDS >= MOST_RANKS
+    assert heap.PUSHES == heap.CLAIMS + 1 and heap.CLAIMS * 8 % 128 == 0
+
+
+TURNS = (2**35, 2**36, 2**36 + 2**35, 2**37, 2**40, 2**43)
+
+
+def test_epochs_go_on():
+    """Marks of the same terms differ, also those of operations that are a power of two apart; words with a number are
+    of one operation only; and nothing looks like memory that was not written."""
+    terms = marks.pack("combine", 64)
+    epochs = [1, 2, 3, *(turn + away for turn in TURNS for away in range(-20, 20))]
+    assert len({marks.make(epoch, terms) for epoch in epochs}) == len(epochs)
+    bases = [marks.make(epoch, 0) for epoch in epochs]
+    assert 0 not in bases and all(-(2**63) <= base < 2**63 for base in bases)
+    most = (1 << marks.NUMBER_BITS) - 1
+    for epoch, base in zip(epochs, bases, strict=True):
+        word = marks.with_number(base, most)
+        assert [other for other in epochs if marks.has_number(word, marks.make(other, 0))] == [epoch]
+        assert marks.number_in(word, base) == most and not marks.has_number(0, base)
+        assert marks.same_operation(marks.make(epoch, marks.pack("plan", 9)), base ^ terms)
+        assert not marks.same_operation(marks.make(epoch + 1, terms), base ^ terms)
+        assert not marks.same_operation(0, base ^ terms)
+        assert (base >> marks.SHIFT & 1) == epoch & 1
+        for given_up in (0, -(1 << 63)):
+            for away in (-20, -1, 0, 1, 20):
+                told = marks.unpack(base ^ terms ^ given_up, max(epoch + away, 0))
+                assert told == (epoch, marks.unpack(terms)[1])
+
+
+def test_errors_number_operations_of_any_epoch():
+    for turn in TURNS:
+        made = object.__new__(Report)
+        made._timeout, made._num_experts, made._reported = 2.0, 8, 0
+        own, seen = marks.make(turn + 7, marks.pack("dispatch", 64)), marks.make(turn + 6, marks.pack("combine", 64))
+        made._now = lambda turn=turn: turn + 9
+        made._words = [1, sync.TIMEOUT, sync.FLAGS.index("route"), 0, 1, 0, own, seen] + [0] * 56
+        text = made.failed()
+        assert f"(operation {turn + 7}" in text and f"that is ep::combine, operation {turn + 6}" in text
+        refusal = marks.make(turn + 7, marks.pack_refusal(3))
+        made._words = [0] * 32 + [1, sync.REFUSAL, 0, 0, 3, 0, own, refusal] + [0] * 24
+        assert made.refused_in() == turn + 7
+        assert made.refusal()[:2] == (3, turn + 7) and made.refusal() is None
 
 
 def test_numbers_in_the_place_of_terms():

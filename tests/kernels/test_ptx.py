@@ -80,6 +80,31 @@ def test_pull(arch: str) -> None:
     assert count(ptx, "ld.global.L1::no_allocate.v4") == 0, "no row passes through registers"
 
 
+@pytest.mark.parametrize(
+    ("kernel", "triggers"),
+    [
+        (Publish(LARGE, True, True, True, False), 1),
+        (Publish(LARGE, False, True, False, False), 1),
+        (Publish(LARGE, True, False, False, True), 0),
+        (PublishTokens(LARGE, True, False, False, True), 0),
+        (Pull(LARGE, True, False, True), 1),
+        (Pull(LARGE, True, False, True, True), 0),
+        (Pull(LARGE, True, False, False), 0),
+    ],
+    ids=["publish", "publish known", "plan", "plan tokens", "pull", "pull joins", "pull known"],
+)
+def test_dependents_are_of_the_same_operation(kernel: Any, triggers: int) -> None:
+    """A plan ends its operation, and so does a pull without a grid that joins: what is launched behind them must not
+    begin while they wait for peers."""
+    ptx = compiled_ptx(kernel, "sm_90a")
+    assert count(ptx, "griddepcontrol.launch_dependents") == triggers
+    if isinstance(kernel, Pull) and triggers:
+        at = ptx.index("griddepcontrol.launch_dependents")
+        assert re.search(r"@!?%p\d+ bra", ptx[ptx.rindex("bar", 0, at) : at]) or re.search(
+            r"@!?%p\d+ griddepcontrol", ptx
+        ), "only with blocks that may join"
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_publish(arch: str) -> None:
     ptx = compiled_ptx(Publish(LARGE, True, True, True, False), arch)

@@ -138,7 +138,10 @@ def test_a_dynamic_dispatch_that_is_refused(
 
     def planned(*_: Any) -> Any:
         if epoch is not None:
-            mark, other = (e << marks.SHIFT | terms for e, terms in ((epoch, 1), (epoch, marks.pack_refusal(2))))
+            mark, other = (
+                e << marks.SHIFT | terms
+                for e, terms in ((epoch, marks.pack("plan", 100)), (epoch, marks.pack_refusal(2)))
+            )
             report._words[32:40] = [1, sync.REFUSAL, 0, 0, 2, 0, mark, other]  # type: ignore[assignment]
         return plan
 

@@ -61,7 +61,12 @@ class Failures:
         self._resets = torch.cuda.Stream(device)
         torch.cuda.synchronize(device)
         self.report = Report(
-            config.num_experts, config.timeout, self._heard, lambda *of: self._reason(*of)[0], config.lost_experts
+            config.num_experts,
+            config.timeout,
+            self._heard,
+            lambda *of: self._reason(*of)[0],
+            config.lost_experts,
+            self._now,
         )
         self.callbacks: list[Callable[[str], None]] = []
         self._alarm: Callable[[str], None] = lambda why: None
@@ -133,8 +138,7 @@ class Failures:
         """
         if not self.report.pending():
             return
-        (epoch,) = struct.unpack("<q", self._read(EPOCH * 8, 8))
-        if self.has_failed() or self.report.refused_in() == epoch - 1:
+        if self.has_failed() or self.report.refused_in() == self._epoch() - 1:
             self.check()
 
     def has_failed(self) -> bool:
@@ -154,7 +158,8 @@ class Failures:
         notes, waited = (self._memory.read(rank, heap.offset[name], heap.size[name]) for name in ("notes", "waited"))
         hello, bank = heap.offset["hello"], heap.distance["hello"]
         hellos = [self._memory.read(rank, first, heap.size["hello"]) for first in (hello, hello + bank)]
-        return history.operations(notes, waited, hellos)
+        (epoch,) = struct.unpack("<q", self._memory.read(rank, EPOCH * 8, 8))
+        return history.operations(notes, waited, hellos, epoch)
 
     def let_go(self) -> None:
         """Release the views of symmetric memory, so that garbage collection of this object cannot delay freeing it."""
@@ -247,6 +252,18 @@ class Failures:
         hello = heap.offset["hello"] + epoch % 2 * heap.distance["hello"]
         begun = struct.unpack(f"<{ranks}q", self._read(hello, 8 * ranks))
         return alarm, begun
+
+    def _now(self) -> int:
+        """Return the number of the operation that this rank runs now, or 0 if it cannot be read."""
+        if torch.cuda.is_current_stream_capturing():
+            return 0
+        with contextlib.suppress(RuntimeError):  # the device may be lost
+            return self._epoch()
+        return 0
+
+    def _epoch(self) -> int:
+        """Return the number of the operation that this rank runs now."""
+        return struct.unpack("<q", self._read(EPOCH * 8, 8))[0]
 
     def _read(self, first: int, nbytes: int) -> bytes:
         """Read bytes of this rank's memory."""

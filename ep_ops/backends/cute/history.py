@@ -18,36 +18,37 @@ LISTED_RANKS = 8
 """Number of absent ranks that an error lists."""
 
 
-def operations(memory: bytes, waited: bytes = b"", hellos: Sequence[bytes] = ()) -> list[Operation]:
+def operations(memory: bytes, waited: bytes = b"", hellos: Sequence[bytes] = (), now: int = 0) -> list[Operation]:
     """Return the operations in a rank's log, newest first.
 
     Args:
         memory: the `NOTES` entries of the log.
         waited: how long the rank waited for each other rank in each of them.
         hellos: both banks of the marks with which ranks have begun operations at that rank.
+        now: the rank's current epoch.
     """
     found = []
-    words_of = struct.unpack(f"<{len(waited) // 8}q", waited)
+    words_of = struct.unpack(f"<{len(waited) // 8}Q", waited)
     ranks = len(words_of) // NOTES
     for words in struct.iter_unpack(f"<{NOTE_WORDS}q", memory):
         mark, begun, met = words[0], words[BEGUN], words[MET]
         if mark == 0:
             continue
-        number, terms = marks.unpack(mark)
+        number, terms = marks.unpack(mark, now)
         seen = met >= begun > words[GAVE_UP]
         use, place = divmod(number, NOTES)
         waits = tuple(_seconds(word, use) for word in words_of[place * ranks : (place + 1) * ranks])
         found.append(Operation(number, *terms, begun * 1e-9, met * 1e-9 if seen else None, waits))
     found.sort(reverse=True)
     if hellos:
-        found[:2] = [one._replace(unseen=_unseen(hellos[one.number % 2], one.number)) for one in found[:2]]
+        found[:2] = [one._replace(unseen=_unseen(hellos[one.number % 2], one.number, now)) for one in found[:2]]
     return found
 
 
-def _unseen(hellos: bytes, number: int) -> tuple[int, ...]:
+def _unseen(hellos: bytes, number: int, now: int) -> tuple[int, ...]:
     """Return the ranks that have not begun operation `number`: their marks belong to earlier operations."""
     found = struct.unpack(f"<{len(hellos) // 8}q", hellos)
-    return tuple(rank for rank, mark in enumerate(found) if marks.epoch_in(mark) < number)
+    return tuple(rank for rank, mark in enumerate(found) if marks.epoch_in(mark, now) < number)
 
 
 def _seconds(word: int, use: int) -> float:

@@ -25,9 +25,11 @@ class Report:
     """Records in pinned host memory that kernels write: a failed wait, an invalid value, an operation that a peer
     rejected, and a long wait."""
 
+    _now: Callable[[], int] = staticmethod(lambda: 0)
+
     def __init__(
         self, num_experts: int, timeout: float, heard: Callable[[int], tuple[int, Sequence[int]]],
-        reason: Callable[[int, int], str], lost_experts: int = 0,
+        reason: Callable[[int, int], str], lost_experts: int = 0, now: Callable[[], int] = lambda: 0,
     ) -> None:  # fmt: skip
         """Allocate the records.
 
@@ -38,10 +40,11 @@ class Report:
                 which all ranks have begun the operation of that epoch.
             reason: takes a rank and an epoch; returns why that rank's host has given up in that operation.
             lost_experts: number of experts that ``shrink`` has removed, for error texts.
+            now: returns the current epoch, or 0 if it is unknown. Marks do not contain all of an epoch.
         """
         self._num_experts, self._lost_experts = num_experts, lost_experts
         self._timeout = timeout
-        self._heard, self._reason = heard, reason
+        self._heard, self._reason, self._now = heard, reason, now
         self._reported = 0  # epoch of the first operation of the latest rejected call
         self._memory = torch.zeros(_ALL, dtype=torch.int64, device="cpu", pin_memory=True)
         self.address = self._memory.data_ptr()
@@ -55,12 +58,16 @@ class Report:
     def _record(self, first: int) -> sync.Record:
         return sync.Record(*self._words[first : first + len(sync.Record._fields)])
 
+    def _unpack(self, mark: int) -> tuple[int, marks.Terms]:
+        """Return the epoch and the terms of a mark."""
+        return marks.unpack(mark, self._now())
+
     def failed(self) -> str | None:
         """Return the text of the failed wait, after which the communicator cannot be used, or None."""
         if self._words[_FAILED] == 0:
             return None
         _, reason, flag, rank, peer, detail, expected, seen = self._record(_FAILED)
-        epoch, own = marks.unpack(expected)
+        epoch, own = self._unpack(expected)
         doing = failure_text.in_operation(rank, own.kind, epoch)
         if reason == sync.PEER_FAILED and flag == _NOT_BEGUN:
             doing = failure_text.before_operation(rank, epoch)
@@ -69,10 +76,10 @@ class Report:
         if reason == sync.HALF:
             return f"{doing}, has launched only a part of the operation"
         if reason == sync.MISMATCH:
-            return f"{doing}, met rank {peer}{_disagreement(own, marks.unpack(seen)[1])}"
+            return f"{doing}, met rank {peer}{_disagreement(own, marks.unpack(seen, epoch)[1])}"
         awaited = sync.FLAGS[flag]
         where = f", token {detail}" if awaited in ("chunk", "token") else ""
-        then, met = marks.unpack(seen)
+        then, met = marks.unpack(seen, epoch)
         last = "nothing" if seen == 0 else f"ep::{met.kind}, operation {then}"
         whom = f"rank {peer} ({awaited} flag{where}: expected {expected}, seen {seen}, that is {last})"
         return f"{doing}, {failure_text.waited(whom, self._timeout)}"
@@ -86,7 +93,7 @@ class Report:
         """Return the ranks that are involved in the failed wait."""
         record = self._record(_FAILED)
         if record.reason == sync.PEER_FAILED:
-            alarm = marks.unpack_alarm(self._heard(marks.epoch_in(record.mark))[0])
+            alarm = marks.unpack_alarm(self._heard(self._unpack(record.mark)[0])[0])
             return tuple(dict.fromkeys((record.rank, alarm.rank, alarm.peer)))
         return tuple(dict.fromkeys((record.rank, record.peer)))
 
@@ -107,14 +114,14 @@ class Report:
         """Return on what the two ranks of the alarm disagree: in operation ``epoch``, or in the next one, which they
         may have begun already."""
         for met in (begun, self._heard(epoch + 1)[1]):
-            own, other = (marks.unpack(met[rank]) for rank in (alarm.rank, alarm.peer))
+            own, other = (marks.unpack(met[rank], epoch) for rank in (alarm.rank, alarm.peer))
             if own[0] == other[0] and own[1] != other[1]:
                 return _disagreement(own[1], other[1])
         return " in another call: all ranks must call the same operators with the same arguments"
 
     def fail_by_peer(self, rank: int, epoch: int) -> None:
         """Write the record that a kernel would write if another rank's alarm arrived before operation `epoch` began."""
-        record = sync.Record(1, sync.PEER_FAILED, _NOT_BEGUN, rank, rank, 0, epoch << marks.SHIFT, 0)
+        record = sync.Record(1, sync.PEER_FAILED, _NOT_BEGUN, rank, rank, 0, marks.make(epoch, 0), 0)
         self._words[_FAILED + 1 : _FAILED + len(record)] = list(record[1:])
         self._words[_FAILED] = 1
 
@@ -128,7 +135,7 @@ class Report:
             return None
         record = self._record(_LATE)
         self._words[_LATE] = 0
-        epoch, own = marks.unpack(record.mark)
+        epoch, own = self._unpack(record.mark)
         doing = failure_text.in_operation(record.rank, own.kind, epoch)
         whom = f"rank {record.peer} ({sync.FLAGS[record.flag]} flag)"
         return failure_text.still_waits(communicator, doing, whom, self._timeout)
@@ -139,7 +146,7 @@ class Report:
             return None
         _, reason, _, rank, _, detail, mark, value = self._record(_REFUSED)
         self._words[_REFUSED : _REFUSED + _WORDS] = [0] * _WORDS
-        epoch, terms = marks.unpack(mark)
+        epoch, terms = self._unpack(mark)
         where = f"ep::{terms.kind}, operation {epoch}"
         if reason == sync.BAD_ROW:
             return (
@@ -167,7 +174,7 @@ class Report:
         """Return the epoch of the operation that :meth:`refusal` would return, or None."""
         if self._words[_REFUSAL] == 0:
             return None
-        return marks.epoch_in(self._record(_REFUSAL).mark)
+        return self._unpack(self._record(_REFUSAL).mark)[0]
 
     def refusal(self) -> tuple[int, int, str, marks.Terms] | None:
         """Return the operation that another rank rejected since the last call, and clear the record.
@@ -179,8 +186,8 @@ class Report:
             return None
         record = self._record(_REFUSAL)
         self._words[_REFUSAL] = 0
-        epoch, terms = marks.unpack(record.mark)
-        rank, turn = marks.unpack_refusal(marks.unpack(record.seen)[1])
+        epoch, terms = self._unpack(record.mark)
+        rank, turn = marks.unpack_refusal(marks.unpack(record.seen, epoch)[1])
         if epoch - turn == self._reported:  # written again by another warp or in a later round
             return None
         self._reported = epoch - turn
