@@ -108,6 +108,7 @@ class Latency(Run):
                 self.now = {"tokens": tokens, "deal": deal}
                 if deal is not None:
                     fast.backend.latency.deal = deal  # type: ignore[attr-defined]
+                    fast.calls.forget()  # their launches have other roles of blocks
                 self.size(fast, slow, dataclasses.replace(largest, tokens=tokens))
                 self.done += 1
                 self.save()

@@ -12,6 +12,7 @@ from sharing import SHARING, few_processes, fewer
 from torch import Tensor
 
 import ep_ops
+from meta_kernels.arguments import CombineGatheredArgs
 
 BF16 = torch.bfloat16
 TOKENS = (1, 7, 512, 4096)
@@ -213,7 +214,7 @@ def test_compiled(kernel, mode, seed, together):
     with make_comm("cute", f"compiled {kernel} {mode}", **config) as comm, torch.no_grad():
         comm.warmup()
         w = torch.randn(1024, 1024, generator=generator(seed), device="cuda").to(BF16) / 32
-        placed, inner = [], comm.backend.combine_gathered
+        placed, inner = [], comm.backend._combine_gathered
         memory = comm.empty_rows(1).data_ptr()
 
         def layer(x: Tensor, idx: Tensor, gathered: bool) -> Tensor:
@@ -222,11 +223,12 @@ def test_compiled(kernel, mode, seed, together):
             y = {"generated": torch.tanh, "product": lambda x: x @ w, "copied": lambda x: x.sort(1).values}[kernel](own)
             return comm.combine_gathered(y, sent.route) if gathered else comm.combine(y, sent.route)
 
-        def note(y: Tensor, route: ep_ops.Route) -> Tensor:
-            placed.append(y.data_ptr() == memory)
-            return inner(y, route)
+        def note(a: CombineGatheredArgs) -> Tensor:
+            placed.append(a.y.data_ptr() == memory)
+            return inner(a)
 
-        comm.backend.combine_gathered = note
+        comm.backend._combine_gathered = note
+        comm.calls.forget()
         compiled = torch.compile(layer, fullgraph=True, mode=mode)
         wrong = 0
         for number in range(6):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from launches import Recorder, allocate_on_cpu
 from operate import Delivery, On, Sizes, row_format
-from recorded import FEW, IDX, WEIGHTS, X
+from recorded import FEW, IDX, IN_THREE, MANY, WEIGHTS, X
 
 from cute_kernels import marks
 from cute_kernels.heap import Problem
@@ -25,6 +27,8 @@ from ep_ops.backends.cute.backend import CuteBackend
 from ep_ops.backends.cute.outputs import Outputs
 from ep_ops.config import consecutive_domains
 from ep_ops.records import Route
+from ep_ops.specs import spec_of
+from meta_kernels.arguments import DispatchStartArgs
 
 SMS = 132
 OF_ROUTE = "topk_idx", "send_rows", "arrivals"
@@ -147,6 +151,32 @@ def test_bound_calls(name: str, weights: torch.Tensor | None, backend: Any, monk
     for call in (dispatch, combine):
         with pytest.raises(RuntimeError, match="before an operator that is not split"):
             call()
+
+
+@pytest.mark.parametrize("sizes", [FEW, MANY, IN_THREE], ids=["few", "many", "in rounds"])
+def test_bound_calls_keep_no_tensors(sizes: Sizes, backend: Any) -> None:
+    """What is remembered of a call does not keep its tensors alive, which may lie in the memory of a CUDA graph."""
+    kept: list[Any] = []
+
+    def of(sent: torch.Tensor) -> None:
+        x, idx = X.clone(), IDX.clone()
+        a = backend.dispatch_args(x, None, idx, sizes)
+        prepared = backend.prepare(spec_of(a))
+        run, start = prepared.bind(a), prepared.start(a)
+        out = run(a)
+        start(DispatchStartArgs(*a))
+        backend.wait(0, "dispatch")
+        b = backend.combine_args(out.recv_x, None, Route(idx, *out[3:7], 16, 32, sizes.max_tokens))
+        back = backend.prepare(spec_of(b)).bind(b)
+        back(b)
+        kept.append((run, start, back, [weakref.ref(tensor) for tensor in (x, idx, out.recv_x)]))
+
+    of(X)
+    for launcher in (backend._launcher, backend.side):
+        launcher.launched.clear()
+    gc.collect()
+    ((*_, tensors),) = kept
+    assert [tensor() for tensor in tensors] == [None] * 3
 
 
 def test_formats_that_token_major_rows_do_not_have() -> None:

@@ -514,8 +514,19 @@ class PreparedLaunches:
         return backend.latency.combines(spec, a)
 
     def start(self, a: Args) -> Callable[[Any], Tensor]:
-        parts = functools.cache(functools.partial(self._backend.parts, self._spec, a))
-        return functools.partial(self._backend.start, self._spec.kind, parts)
+        backend, spec = self._backend, self._spec
+        parts: Parts | None = None  # does not refer to the tensors of the call that made it
+
+        def start(a: AnyStart) -> Tensor:
+            def launches() -> Parts:
+                nonlocal parts
+                if parts is None:
+                    parts = backend.parts(spec, a)
+                return parts
+
+            return backend.start(spec.kind, launches, a)
+
+        return start
 
 
 def _tensors(a: AnyStart) -> Given:

@@ -215,8 +215,9 @@ class ThroughputPath:
         tokens, outputs = a.topk_idx.shape[0], self._outputs
         if self.rounds(a.max_tokens) > 1:
             return functools.partial(self._dispatch_in_rounds, spec)
-        current = self._by_budget(functools.partial(self._plan_dispatch, spec, plan_in(a), tokens))
         capacity, slots, state = a.capacity, a.slots, self._state
+        sizes = tokens, capacity, a.alignment, a.max_tokens, slots, published_slots(a)
+        current = self._by_budget(functools.partial(self._plan_dispatch, spec, *sizes))
 
         def run(a: AnySizedDispatch) -> DispatchTensors:
             publish, pulls = current()
@@ -251,28 +252,36 @@ class ThroughputPath:
     def _terms(kind: str, spec: DispatchSpec, max_tokens: int) -> int:
         return marks.pack(kind, max_tokens, spec.weighted, format=spec.sent_as, token_major=spec.token_major)
 
-    def _plan_dispatch(self, spec: DispatchSpec, plan: PlanArgs, tokens: int) -> tuple[Launch, list[Launch]]:
-        """Return the launches of publish and pull for dispatches that differ only in tensors."""
-        traffic = self.sms.traffic_of(plan.capacity, tokens, spec.token_major)
+    def _plan_dispatch(
+        self,
+        spec: DispatchSpec,
+        tokens: int,
+        capacity: int,
+        alignment: int,
+        max_tokens: int,
+        slots: int,
+        published: int,
+    ) -> tuple[Launch, list[Launch]]:
+        """Return the launches of publish and pull for dispatches that differ only in tensors. `published`: what the
+        publish kernel gets as `slots`."""
+        traffic = self.sms.traffic_of(capacity, tokens, spec.token_major)
         pulling = self.sms.pulling(traffic, spec)
         beyond = max(0, self.sms.beyond - pulling) if pulling > 1 else 0
         # A grid that may join has one block in any case.
         dealt, joining = (pulling - 1, 1 + beyond) if beyond else (pulling, 0)
-        terms = self._terms("dispatch", spec, plan.max_tokens)
-        sizes_of = dict(
-            max_tokens=plan.max_tokens, alignment=plan.alignment, num_rows=plan.capacity
-        )  # fmt: skip
+        terms = self._terms("dispatch", spec, max_tokens)
+        sizes_of = dict(max_tokens=max_tokens, alignment=alignment, num_rows=capacity)
         pushed = pushes(self._problem, spec.sent_as, spec.token_major)
         variant = (True, self._stages(spec), spec.weighted, False, spec.sent_as, spec.scaled, pushed)
         publish = self._kernel(publisher(spec.token_major, False, spec.weighted), *variant)(
-            terms, tokens=tokens, capacity=plan.capacity, slots=published_slots(plan),
+            terms, tokens=tokens, capacity=capacity, slots=published,
             blocks=self.sms.publishing(variant, pulling, pushed), **sizes_of,
         )  # fmt: skip
         zeros = int(spec.zeros and not spec.token_major)  # there is no padding
         pulls: list[Launch] = [
             self._kernel(Pull, spec.weighted, False, True, joins, spec.sent_as, spec.scales_layout, pushed)(
                 terms, zeros=zeros, dealt=dealt, expected=traffic.expected(tokens), joining=joining, blocks=blocks,
-                slots=plan.slots, **sizes_of,
+                slots=slots, **sizes_of,
             )
             for joins, blocks in ((False, dealt), (True, joining)) if blocks
         ]  # fmt: skip
