@@ -303,3 +303,34 @@ def test_a_start_that_fails(backend: Any, device: Device) -> None:
     device.take()
     backend.start(0, "dispatch", X, None, IDX, MANY, PLAIN)
     assert on_the_side(device.take(), 2, "Publish", "Pull")
+
+
+def test_two_under_way_in_one_capture(backend: Any, device: Device) -> None:
+    """The second start forgets what failed captures have started, and nothing of its own capture."""
+    device.capturing = 1
+    for flight in (0, 1):
+        backend.start(flight, "dispatch", X, None, IDX, MANY, PLAIN)
+    first, second = (given["recv_x"] for kernel, _, given in backend.side.launched if type(kernel).__name__ == "Pull")
+    assert backend.wait(0, "dispatch")[0] is first and backend.wait(1, "dispatch")[0] is second
+
+
+@pytest.mark.parametrize("sizes", [MANY, FEW])
+def test_a_start_behind_one_that_failed_follows_the_callers_stream(
+    sizes: Any, backend: Any, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that fails behind its first kernel has let the side stream follow the caller's already."""
+    operator, path = "dispatch" if sizes is MANY else "send_dispatch", backend._beside
+    path = path if sizes is MANY else backend._latency_beside
+
+    def fails(*_: Any) -> None:
+        backend._flights.side.raw(0)
+        raise MemoryError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(path, operator, fails)
+        with pytest.raises(MemoryError, match="injected"):
+            backend.start(0, "dispatch", X, None, IDX, sizes, PLAIN)
+    device.take()
+    backend.start(0, "dispatch", X, None, IDX, sizes, PLAIN)
+    kernels = ("Publish", "Pull") if sizes is MANY else ("LatencyDispatch",)
+    assert on_the_side(device.take(), 2, *kernels)

@@ -12,6 +12,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from launches import PROBLEM, across, joins, throughput
 from operate import Delivery, On, Sizes
 
+from cute_kernels.heap import Problem
 from cute_kernels.internode.wire import Nvlink
 from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.publish import Publish
@@ -115,3 +116,28 @@ def test_blocks_across_domains(monkeypatch: pytest.MonkeyPatch) -> None:
         assert publish == max(problem.tiles + 4, blocks - sm_model.MARGIN - pulling)
         path.plan(idx, Sizes(48, 16, 0, 100))
         assert recorder.launched[-1][2]["blocks"] == problem.tiles
+
+
+@pytest.mark.parametrize("problem", [PROBLEM, across(Nvlink())], ids=["one domain", "two"])
+def test_the_fewest_multiprocessors(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold the smallest publish kernel, a block that pulls and the margin, and nothing else; the largest budget of
+    pulls leaves room for all blocks that stage rows."""
+    x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
+
+    def publish(pulling: int, blocks: int) -> int:
+        path, recorder = throughput(Budget(pulling, 4), monkeypatch, problem, blocks)
+        path.dispatch(x, None, idx, Sizes(48, 16, 0, 100), Delivery())
+        return recorder.launched[0][2]["blocks"]
+
+    least = sm_model.needed(problem)
+    assert publish(1, least) == problem.tiles + sm_model.row_blocks(problem) == least - 1 - sm_model.MARGIN
+    assert sm_model.too_small(problem, least) is None
+    assert f"needs {least} with these sizes" in str(sm_model.too_small(problem, least - 1))
+    most = sm_model.most_pulling(problem, 132)
+    assert publish(most, 132) == problem.tiles + sm_model.STAGING_BLOCKS
+
+
+def test_the_number_that_the_documentation_names() -> None:
+    """docs/progress.md: 21, of the most tiles in one domain."""
+    problem = dataclasses.replace(PROBLEM, max_tokens=1 << 16)
+    assert (problem.tiles, sm_model.needed(problem)) == (16, 21)
