@@ -28,6 +28,7 @@ def report() -> str:
         "NVLink domain": nvlink_domain,
         "symmetric memory": symmetric_memory,
         "backend": backend,
+        "grouped GEMMs": gemms,
         "environment": environment,
         "module loading": module_loading,
         "caches": caches,
@@ -193,6 +194,16 @@ def backend() -> list[str]:
         return [f"cute: {count} GPU(s) of capability 9.0 or newer, each of which maps the memory of all others"]
     lacks = dict.fromkeys(fact.lack for fact in facts if fact is not None and fact.lack)
     return ["reference, because:", *(f"- {lack}" for lack in lacks or (why,))]
+
+
+def gemms() -> list[str]:
+    """Return what ``gemms="auto"`` selects with the backend that is selected."""
+    from ep_ops.nn.gemms import MOST_MEAN_ROWS
+
+    if backend()[0].startswith("cute"):
+        few = f"without gradients, and with at most {MOST_MEAN_ROWS} rows of an expert on average"
+        return [f"auto: kernels for few rows {few}, for bfloat16 and float16; else torch"]
+    return ["auto: torch"]
 
 
 def environment() -> list[str]:

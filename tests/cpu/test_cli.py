@@ -169,13 +169,14 @@ def test_doctor() -> None:
         "NVLink domain",
         "symmetric memory",
         "backend",
+        "grouped GEMMs",
         "environment",
         "module loading",
         "caches",
     ]
     assert "could not tell" not in done.stdout
     if not torch.cuda.is_available():
-        assert "reference, because torch sees no GPU" in done.stdout
+        assert "reference, because torch sees no GPU" in done.stdout and "  auto: torch\n" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,11 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, 
 @pytest.mark.parametrize(
     ("capabilities", "closed", "expected"),
     [
-        ([(9, 0), (9, 0)], set(), ["cute: 2 GPU(s) of capability 9.0 or newer"]),
+        (
+            [(9, 0), (9, 0)],
+            set(),
+            ["cute: 2 GPU(s) of capability 9.0 or newer", "auto: kernels for few rows without gradients"],
+        ),
         ([(9, 0), (8, 0)], set(), ["reference, because:", "GPU 1 (NVIDIA Something, capability 8.0) is too old"]),
         (
             [(9, 0), (12, 0)],
@@ -257,7 +262,7 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, 
                 " backend 'cute' needs 232448",
             ],
         ),
-        ([(9, 0), (9, 0)], {(0, 1)}, ["reference, because:", "GPU 0 cannot map the memory of GPUs [1]"]),
+        ([(9, 0), (9, 0)], {(0, 1)}, ["reference, because:", "GPU 0 cannot map the memory of GPUs [1]", "auto: torch"]),
     ],
     ids=["cute", "old", "small", "closed"],
 )

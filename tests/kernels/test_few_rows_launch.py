@@ -1,0 +1,73 @@
+"""What the host launches for SwiGLU experts with few rows each, without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+from cute_kernels.gemm.few_rows import FewRows, rows_of, tile_of
+from ep_ops.backends.cute import local_kernels
+from ep_ops.formats import Segments
+
+EXPERTS, HIDDEN, WIDTH = 16, 256, 128
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Kernel, blocks, device, tensors and numbers of each launch."""
+    found: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(local_kernels, "_run", lambda *given: found.append(given))
+    return found
+
+
+def weights(transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.zeros(EXPERTS, HIDDEN, 2 * WIDTH).bfloat16(), torch.zeros(EXPERTS, WIDTH, HIDDEN).bfloat16()
+    return (made[0].mT.contiguous().mT, made[1].mT.contiguous().mT) if transposed else made
+
+
+def run(rows: int, share: local_kernels.Share, given: tuple[torch.Tensor, ...], experts: int = EXPERTS) -> None:
+    x, ints = torch.zeros(rows, HIDDEN).bfloat16(), torch.zeros(experts, dtype=torch.int32)
+    local_kernels.few_rows(x, *(w[:experts] for w in given), torch.empty_like(x), Segments(ints, ints, 8), share)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_two_launches(transposed: bool, launched: list[tuple[Any, ...]]) -> None:
+    """Of kernels for the sizes, on weights as they lie in memory; blocks for the experts that can be named."""
+    given = weights(transposed)
+    run(64, local_kernels.Share(2, 3, 1), given)
+    (first, *_), (second, *_) = launched
+    rows = rows_of(2, 6 / EXPERTS)
+    assert first == FewRows(EXPERTS, HIDDEN, WIDTH, "bf16", tile_of(WIDTH, True, transposed, rows, 6), True, transposed)
+    assert second == FewRows(
+        EXPERTS, WIDTH, HIDDEN, "bf16", tile_of(HIDDEN, False, transposed, rows, 6), False, transposed
+    )
+    assert [blocks for _, blocks, *_ in launched] == [6 * first.shares, 6 * second.shares]
+    for (_, _, _, tensors, alignment), w in zip(launched, given, strict=True):
+        assert tensors[1].data_ptr() == w.data_ptr() and tensors[1].is_contiguous() and alignment == 8
+    assert launched[0][3][2].data_ptr() == launched[1][3][0].data_ptr()  # what is between the GEMMs
+
+
+def test_blocks_are_bounded_by_experts_and_rows(launched: list[tuple[Any, ...]]) -> None:
+    for rows, share, experts in ((64, (8, 3, 4), EXPERTS), (5, (8, 3, 4), 5), (64, (1, 3, 2), 6)):
+        launched.clear()
+        run(rows, local_kernels.Share(*share), weights(False))
+        assert launched[0][1] == experts * launched[0][0].shares
+
+
+def test_weights_in_another_order_are_copied(launched: list[tuple[Any, ...]]) -> None:
+    w_in, w_out = weights(False)
+    other = w_in.permute(1, 0, 2).contiguous().permute(1, 0, 2)
+    run(8, local_kernels.Share(2, 2, 1), (other, w_out))
+    kernel, _, _, tensors, _ = launched[0]
+    assert not kernel.transposed and tensors[1].is_contiguous() and torch.equal(tensors[1], w_in)
+
+
+def test_nothing_to_compute(launched: list[tuple[Any, ...]]) -> None:
+    run(0, local_kernels.Share(2, 2, 1), weights(False))
+    run(8, local_kernels.Share(0, 2, 1), weights(False))
+    run(8, local_kernels.Share(2, 2, 1), weights(False), experts=0)
+    assert not launched
