@@ -10,7 +10,7 @@ Gradients reach tokens, experts' outputs and routing weights.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ except ImportError as error:
     ) from error
 
 from ep_ops.communicator import Communicator
+from ep_ops.operators.rejection import reject
 from ep_ops.records import GROUPED, TOKEN_MAJOR
 
 _LAYOUTS = {"flat": TOKEN_MAJOR, "expert_major": GROUPED}
@@ -134,8 +135,8 @@ class EpOpsTokenSwitch(TokenSwitch):
             self._dispatch(routing, tokens, topk_weights, *out)
             return out
         if max_recv_tokens is None:
-            raise ValueError("max_recv_tokens is None; it must be an int unless out= is given")
-        self._check_rows("max_recv_tokens", max_recv_tokens)
+            self._reject("dispatch_planned", "max_recv_tokens is None; it must be an int unless out= is given")
+        self._check_rows("dispatch_planned", "max_recv_tokens", max_recv_tokens)
         sent = self.comm.dispatch_planned(tokens, routing.handle, topk_weights)
         assert sent.weights is not None
         ids = None if sent.local_idx is None else sent.local_idx[:max_recv_tokens].long()
@@ -153,7 +154,7 @@ class EpOpsTokenSwitch(TokenSwitch):
             self._combine(routing, expert_tokens, out)
             return out
         given = expert_tokens.shape[0]
-        self._check_rows("the number of expert_tokens", given)
+        self._check_rows("combine", "the number of expert_tokens", given)
         if given < self._rows:
             expert_tokens = torch.nn.functional.pad(expert_tokens, (0, 0, 0, self._rows - given))
         return self.comm.combine(expert_tokens, routing.handle)
@@ -181,6 +182,9 @@ class EpOpsTokenSwitch(TokenSwitch):
     def _combine(self, routing: Routing, expert_tokens: Tensor, out_tokens: Tensor) -> None:
         out_tokens.copy_(self.combine(routing, expert_tokens))
 
-    def _check_rows(self, name: str, rows: int) -> None:
+    def _check_rows(self, operator: str, name: str, rows: int) -> None:
         if not 0 <= rows <= self._rows:
-            raise ValueError(f"{name} is {rows}; it must be 0 to max_recv_tokens_per_rank, {self._rows}")
+            self._reject(operator, f"{name} is {rows}; it must be 0 to max_recv_tokens_per_rank, {self._rows}")
+
+    def _reject(self, operator: str, reason: str) -> NoReturn:
+        reject(operator, self.comm.backend, ValueError(reason), 0, None)

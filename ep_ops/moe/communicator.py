@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,7 +26,16 @@ from ep_ops.formats import round_up
 from ep_ops.group.exchange import Exchange
 from ep_ops.operators.rejection import reject
 from ep_ops.overflow import recomputing
-from ep_ops.records import PADDED, TOKEN_MAJOR, Dispatched, StartedCombine, StartedDispatch, check_types, wrong_type
+from ep_ops.records import (
+    PADDED,
+    TOKEN_MAJOR,
+    Dispatched,
+    StartedCombine,
+    StartedDispatch,
+    check_types,
+    whole,
+    wrong_type,
+)
 
 from . import placement as placements
 from .config import EXACT, MoECommunicatorConfig, Quant, quant_problem
@@ -260,9 +269,10 @@ class MoECommunicator:
         return quant
 
     def _given(self, how: Quant, max_tokens: int | None, operator: str, flight: int = 0) -> dict[str, Any]:
-        if not (max_tokens is None or type(max_tokens) is int or hasattr(max_tokens, "__index__")):
-            self._reject(operator, f"max_tokens is {max_tokens!r}; it must be an int", None, flight)
-        room = self._room(self.comm.max_tokens_per_rank if max_tokens is None else max_tokens)
+        try:
+            room = self._room(self.comm.max_tokens_per_rank if max_tokens is None else whole("max_tokens", max_tokens))
+        except ValueError as error:
+            self._reject(operator, str(error), None, flight)
         named = {"format": how.format, "scales_as": how.scales_as, "scales": how.scales}
         return {"layout": self.config.layout, **room, **named}
 
@@ -281,7 +291,7 @@ class MoECommunicator:
             capacity = min(capacity, most)
         return {"capacity": capacity, "max_tokens": max_tokens}
 
-    def _reject(self, operator: str, reason: str, max_tokens: int | None, flight: int = 0) -> None:
+    def _reject(self, operator: str, reason: str, max_tokens: int | None, flight: int = 0) -> NoReturn:
         most = self.comm.max_tokens_per_rank if max_tokens is None else max_tokens
         reject(operator, self.comm.backend, ValueError(reason), flight, most)
 

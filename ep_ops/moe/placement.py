@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ep_ops.config import is_int
 from ep_ops.group.exchange import Exchange
+from ep_ops.records import is_ordinary
 
 TURNS = 60
 """Number of tokens after which the choice of replicas repeats: 1 to 6 replicas divide it and share tokens evenly."""
@@ -78,7 +79,7 @@ class ReplicaMap:
         Invalid ids stay invalid. Arguments that operators do not accept are returned unchanged; the operator raises the
         error.
         """
-        if not isinstance(topk_ids, Tensor) or topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.dim() < 2:
+        if not is_ordinary(topk_ids) or topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.dim() < 2:
             return topk_ids
         flat = topk_ids.flatten(0, -2)
         tokens = flat.shape[0]
