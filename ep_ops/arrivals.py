@@ -60,6 +60,17 @@ def known(arrivals: Tensor, world_size: int) -> Tensor:
     return owned[: int(copies[int(sources[-1]), 0])]
 
 
+def are_consistent(arrivals: Tensor, world_size: int) -> bool:
+    """Return whether the lists name rows and entries that can exist. Synchronizes the host."""
+    num_rows = rows_of(arrivals.numel(), world_size)
+    copies, _, sources = views(arrivals, num_rows)
+    last = int(sources[-1])
+    if not 0 <= last <= num_rows or not 0 <= int(copies[last, 0]) <= num_rows:
+        return False
+    owned = known(arrivals, world_size)
+    return bool(((owned >= 0) & (owned[:, :1] < num_rows)).all())
+
+
 def pack(table: Tensor, num_rows: int, copy_numbers: Tensor) -> Tensor:
     """Build ``arrivals`` of ``num_rows`` rows, -1 where undefined.
 

@@ -128,7 +128,10 @@ def combine(m: Member, a: AnyCombine) -> None:
     rows = _route(m, a)
     _rows(m, "y", a.y, rows, _OF_ROUTE)
     if a.recv_weights is not None:
-        _tensor(m, "recv_weights", a.recv_weights, m.weights_dtype, (rows,), _ONE)
+        try:
+            _tensor(m, "recv_weights", a.recv_weights, m.weights_dtype, (rows,), _ONE)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{error}. (The argument `weights` of methods.)") from None
     if isinstance(a, CombineArgs) and a.residual is not None:
         _rows(m, "residual", a.residual, a.topk_idx.shape[0], _OF_IDS)
 

@@ -193,7 +193,7 @@ class Config:
     def on(self, world_size: int, **found: Any) -> Config:
         """Return this configuration for ``world_size`` ranks, with the fields in ``found`` replaced."""
         held = self.experts_per_rank
-        if held == () and is_int(self.num_experts):
+        if isinstance(held, tuple) and not held and is_int(self.num_experts):
             held = default_experts(self.num_experts, world_size)
         return dataclasses.replace(self, world_size=world_size, experts_per_rank=held, domains=(), **found)
 

@@ -87,9 +87,14 @@ class Methods:
 
         Returns:
             The number of rows, a multiple of ``alignment``.
+
+        Raises:
+            ValueError: ``alignment`` is less than 1.
         """
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
         align = self.alignment if alignment is None else alignment
+        if align < 1:
+            raise ValueError(f"alignment is {align}; allowed: an int of at least 1")
         return worst_case_rows(self.world_size, tokens, self.top_k, self.num_local_experts, align)
 
     def plan(

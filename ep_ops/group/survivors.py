@@ -47,6 +47,8 @@ class ExpertIds:
         return ((topk_idx >= 0) & (self.of(topk_idx) < 0)).sum()
 
 
-def id_of_model(invalid: int, lost_experts: int) -> int:
-    """Return the model's id for an invalid id of a communicator that has lost ``lost_experts`` experts."""
-    return invalid if invalid < 0 else invalid + lost_experts
+def id_of_model(invalid: int, lost_experts: int) -> str:
+    """Return the model's id for an invalid id of a communicator that has lost ``lost_experts`` experts. Ids outside of
+    the int32 range become its last number, or -2 (inputs.py)."""
+    given = invalid if invalid < 0 else invalid + lost_experts
+    return f"{given} or more" if given == 2**31 - 1 else str(given)

@@ -408,6 +408,11 @@ class MoECommunicator:
         self._exchange.group = None
         self.comm.__exit__(kind, error, at)
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a MoECommunicator cannot be pickled; create it in each process (a Communicator is pickled by its name)"
+        )
+
     def __copy__(self) -> MoECommunicator:
         return self
 

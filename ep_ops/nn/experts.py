@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ep_ops import inputs
-from ep_ops.communicator import Communicator
+from ep_ops.communicator import Communicator, refuse_destroyed
 from ep_ops.formats import combine_format_problem, format_of, refuse_hidden
 from ep_ops.nn.expert_mlp import Computed, SentTokens, end, expert_mlp, expert_rows, is_late
 from ep_ops.nn.expert_module import ExpertModule, check_split, fill_weight
@@ -76,6 +76,7 @@ class Experts(ExpertModule):
         gemms: str | Gemms = "auto",
     ) -> None:  # fmt: skip
         check_types(Communicator, comm=comm)
+        refuse_destroyed(comm)
         super().__init__()
         if format not in ("", ROW) and not format.startswith("wire:"):
             raise ValueError(f"format is {format!r}; allowed here: '', {ROW!r}, or one that begins with 'wire:'")

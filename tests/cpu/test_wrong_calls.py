@@ -44,7 +44,8 @@ def _replicas() -> list[str]:
         moe.dispatch(x, ids)
         wrong: dict[str, tuple[Any, dict[str, Any]]] = {
             "topk_idx is a nested": (torch.nested.nested_tensor([ids]), {}), "topk_idx": (ids.to_sparse(), {}),
-            "max_tokens is array": (ids, {"max_tokens": numpy.array([8, 8])}), "max_tokens": (ids, {"max_tokens": True}),
+            "max_tokens is array": (ids, {"max_tokens": numpy.array([8, 8])}),
+            "max_tokens": (ids, {"max_tokens": True}),
         }  # fmt: skip
         for name, (other, more) in wrong.items():
             text = ""

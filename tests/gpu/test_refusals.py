@@ -35,7 +35,7 @@ def make(name: str, **others: Any) -> Any:
 def tokens(value: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     gen = torch.Generator(device="cuda").manual_seed(dist.get_rank())
     x = torch.full((TOKENS, HIDDEN), value, device="cuda", dtype=torch.bfloat16)
-    return x, torch.randint(0, EXPERTS, (TOKENS, 2), generator=gen, device="cuda", dtype=torch.int32)
+    return x, torch.rand(TOKENS, EXPERTS, generator=gen, device="cuda").topk(2).indices.int()
 
 
 def in_step(comm: ep_ops.Communicator, together: Any, **sizes: Any) -> None:

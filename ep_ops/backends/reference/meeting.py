@@ -45,15 +45,10 @@ class Meeting:
         """Meet, and check that both ends of the route expect the same number of rows."""
         same = {"max_tokens": route.max_tokens, **same}
         _, sent = self._rows.sent(route)
-        askers = arrivals.known(route.arrivals, self._world_size)[:, 1]
-        last = int(askers.max()) if askers.numel() else -1
-        if last < self._world_size * route.max_tokens * route.topk_idx.shape[1]:
+        wrong, recv_counts = self._wrong_lists(route), [0] * self._world_size
+        if wrong is None:
             _, recv_counts = self._rows.received(route)
-        else:
-            recv_counts = [0] * self._world_size
-            problem = (
-                problem or f"max_tokens is {route.max_tokens}; the route of rank {self._rank} was planned with more"
-            )
+        problem = problem or wrong
         published = self.meet(operator, same, (*sent, *recv_counts), problem)
         goes, comes = published[:, : self._world_size], published[:, self._world_size :].T
         if not torch.equal(goes, comes):
@@ -63,6 +58,16 @@ class Meeting:
                 f"{operator}: rank {source} sends {int(goes[source, target])} rows to rank {target}, which expects"
                 f" {int(comes[source, target])}; the ranks must use routes of the same plan or dispatch"
             )
+
+    def _wrong_lists(self, route: Route) -> str | None:
+        """Return why the lists of a route cannot be followed, or None."""
+        if not arrivals.are_consistent(route.arrivals, self._world_size):
+            return f"arrivals on rank {self._rank} holds other numbers than those of a plan or dispatch"
+        askers = arrivals.known(route.arrivals, self._world_size)[:, 1]
+        last = int(askers.max()) if askers.numel() else -1
+        if last < self._world_size * route.max_tokens * route.topk_idx.shape[1]:
+            return None
+        return f"max_tokens is {route.max_tokens}; the route of rank {self._rank} was planned with more"
 
     def meet(self, operator: str, same: dict[str, int], own: Sequence[int], problem: str | None) -> Tensor:
         """Return ``own`` of all ranks, [W, len(own)], after checking that all run the same operator with equal ``same``

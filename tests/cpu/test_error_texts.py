@@ -1,0 +1,84 @@
+"""What errors say: the argument, what was given, and what is allowed."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import ep_ops
+from ep_ops import nn
+from ep_ops.moe import MoECommunicator, MoECommunicatorConfig
+
+SIZES: dict[str, Any] = dict(num_experts=4, hidden_size=16, top_k=2, max_tokens_per_rank=8, dtype=torch.float32)
+X, IDS, WEIGHTS = torch.ones(4, 16), torch.tensor([[0, 1]] * 4), torch.ones(4, 2)
+
+
+@pytest.fixture
+def comm() -> Any:
+    with ep_ops.Communicator(**SIZES, device="cpu") as made:
+        yield made
+
+
+@pytest.mark.parametrize("alignment", [0, -4])
+def test_alignment_of_a_capacity(comm: ep_ops.Communicator, alignment: int) -> None:
+    with pytest.raises(ValueError, match=f"alignment is {alignment}; allowed: an int of at least 1"):
+        comm.capacity(alignment=alignment)
+
+
+def test_bounds_beyond_int32_are_bounds(comm: ep_ops.Communicator) -> None:
+    for bound in (2**31, 2**70):
+        with pytest.raises(ValueError, match=f"max_tokens is {bound}; allowed: 0..max_tokens_per_rank 8"):
+            comm.dispatch(X, IDS, max_tokens=bound)
+
+
+@pytest.mark.parametrize(("given", "said"), [(2**40, "2147483647 or more"), (9, "9"), (-7, "-2")])
+def test_ids_beyond_int32(comm: ep_ops.Communicator, given: int, said: str) -> None:
+    ids = IDS.clone()
+    ids[2, 1] = given
+    with pytest.raises(ValueError, match=rf"topk_idx\[2, 1\] is {said} on rank 0; expert ids are 0..3, or -1 for none"):
+        comm.dispatch(X, ids)
+
+
+def test_weights_of_a_combine(comm: ep_ops.Communicator) -> None:
+    sent = comm.dispatch(X, IDS, WEIGHTS)
+    assert sent.weights is not None
+    for weights, error in ((sent.weights[1:], ValueError), (sent.weights.double(), TypeError)):
+        with pytest.raises(error, match=r"recv_weights has .*\(The argument `weights` of methods.\)"):
+            comm.combine(sent.x, sent.route, weights)
+
+
+@pytest.mark.parametrize("value", [-9, 10**6])
+@pytest.mark.parametrize("place", ["copies", "owned", "sources"])
+def test_lists_of_other_numbers(comm: ep_ops.Communicator, value: int, place: str) -> None:
+    sent = comm.dispatch(X, IDS, WEIGHTS)
+    route = sent.route._replace(arrivals=sent.route.arrivals.clone())
+    last = int(route.sources[-1])
+    {"copies": route.copies[last], "owned": route.owned[3], "sources": route.sources[-1:]}[place].fill_(value)
+    for call in (lambda: comm.combine(sent.x, route), lambda: comm.dispatch_planned(X, route)):
+        with pytest.raises(ValueError, match="arrivals on rank 0 holds other numbers than those of a plan or dispatch"):
+            call()
+    assert comm.combine(sent.x, sent.route, sent.weights).shape == X.shape
+
+
+def test_experts_per_rank_in_an_array() -> None:
+    with pytest.raises(ValueError, match=r"experts_per_rank is array\(\[2, 2\]\); it must hold one int"):
+        ep_ops.Communicator(**SIZES, experts_per_rank=numpy.array([2, 2]), device="cpu")
+
+
+def test_layers_on_a_destroyed_communicator() -> None:
+    comm = ep_ops.Communicator(**SIZES, device="cpu")
+    comm.destroy()
+    for kind in (nn.Experts, nn.MoELayer):
+        with pytest.raises(RuntimeError, match="communicator .* was destroyed"):
+            kind(comm, 8)
+
+
+def test_pickles() -> None:
+    with MoECommunicator(MoECommunicatorConfig(**SIZES), device="cpu") as moe:
+        with pytest.raises(TypeError, match="a MoECommunicator cannot be pickled; create it in each process"):
+            pickle.dumps(moe)
+        assert pickle.loads(pickle.dumps(moe.comm)) is moe.comm
