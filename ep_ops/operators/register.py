@@ -44,7 +44,7 @@ def _accepted(op: Operator, comm: Living, a: Args) -> Call:
     try:
         key = op.registered.key(a)
         found = comm.calls[key]
-    except (AttributeError, IndexError, TypeError):  # invalid, which the check finds
+    except Exception:  # invalid, which the check finds
         pass
     if found is None and (spec := spec_of(a)) is not None:
         prepared = comm.calls.prepared.get(spec)
