@@ -83,6 +83,11 @@ class DispatchSpec(NamedTuple):
         return "row" not in self.format
 
     @property
+    def clears(self) -> int:
+        """What kernels get as ``zeros``: 1 if padding is to hold zeros. Token-major rows have no padding."""
+        return int(self.zeros and not self.token_major)
+
+    @property
     def sums(self) -> bool:
         """Whether the sums of a combine can be sent in this format."""
         return self.format in COMBINE_FORMATS

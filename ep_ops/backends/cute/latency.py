@@ -132,7 +132,7 @@ class LatencyPath:
         )
         launch = bind(
             terms, tokens=tokens, max_tokens=max_tokens, capacity=a.capacity, alignment=a.alignment,
-            slots=published_slots(a), zeros=int(spec.zeros), senders=senders, first_receiver=first_receiver,
+            slots=published_slots(a), zeros=spec.clears, senders=senders, first_receiver=first_receiver,
             blocks=blocks,
         )  # fmt: skip
         make = self._outputs.dispatched(spec, tokens, a.capacity, a.slots) if part[1] else lambda: NOTHING

@@ -277,10 +277,10 @@ class ThroughputPath:
             terms, tokens=tokens, capacity=capacity, slots=published,
             blocks=self.sms.publishing(variant, pulling, pushed), **sizes_of,
         )  # fmt: skip
-        zeros = int(spec.zeros and not spec.token_major)  # there is no padding
         pulls: list[Launch] = [
             self._kernel(Pull, spec.weighted, False, True, joins, spec.sent_as, spec.scales_layout, pushed)(
-                terms, zeros=zeros, dealt=dealt, expected=traffic.expected(tokens), joining=joining, blocks=blocks,
+                terms, zeros=spec.clears, dealt=dealt, expected=traffic.expected(tokens), joining=joining,
+                blocks=blocks,
                 slots=slots, **sizes_of,
             )
             for joins, blocks in ((False, dealt), (True, joining)) if blocks
@@ -318,7 +318,7 @@ class ThroughputPath:
         if not whole and weighted and token_major:
             with self._on_stream():
                 recv_weights.zero_()  # a round does not know what lies behind the last copy
-        zeros = int(spec.zeros and not token_major)
+        zeros = spec.clears
         pushed = pushes(self._problem, spec.sent_as, token_major)
         for here, part in self._parts(route):
             of_x = _of(x, here)
