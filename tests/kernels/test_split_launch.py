@@ -318,16 +318,13 @@ def test_two_under_way_in_one_capture(backend: Any, device: Device) -> None:
 def test_a_start_behind_one_that_failed_follows_the_callers_stream(
     sizes: Any, backend: Any, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that fails behind its first kernel has let the side stream follow the caller's already."""
-    operator, path = "dispatch" if sizes is MANY else "send_dispatch", backend._beside
-    path = path if sizes is MANY else backend._latency_beside
+    """One that fails behind its kernels has let the side stream follow the caller's already."""
 
     def fails(*_: Any) -> None:
-        backend._flights.side.raw(0)
         raise MemoryError("injected")
 
     with monkeypatch.context() as patch:
-        patch.setattr(path, operator, fails)
+        patch.setattr(backend._flights.side, "ended", fails)
         with pytest.raises(MemoryError, match="injected"):
             backend.start(0, "dispatch", X, None, IDX, sizes, PLAIN)
     device.take()
