@@ -18,9 +18,10 @@ from mkdocs.structure.pages import Page
 from ep_ops.operators import OPERATORS
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "SECURITY.md"
 ELSEWHERE = {"README.md": "index.md"} | {
     name: name
-    for path in ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", *sorted((ROOT / "benchmarks/results").iterdir()))
+    for path in (*PAGES, *sorted((ROOT / "benchmarks/results").iterdir()))
     for name in [os.path.relpath(ROOT / path, ROOT)]
 }
 """Files outside docs/ -> their paths in the site."""

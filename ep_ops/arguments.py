@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import warnings
 from typing import Any
@@ -13,8 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 LARGE = 0.1
 """A receive buffer of the default capacity that takes more than this part of a GPU's memory is warned of."""
-
-_numbers: dict[str, itertools.count[int]] = {}  # by name of the group
 
 
 def group_of(group: Any) -> dist.ProcessGroup | None:
@@ -41,27 +38,29 @@ def group_of(group: Any) -> dist.ProcessGroup | None:
     return group
 
 
-def next_name(group: dist.ProcessGroup | None) -> str:
-    """Return the default name of a communicator. Names are "ep0", "ep1", ... in order of creation, followed by the
-    group's name unless it is the default group. Each group is counted separately, so that its ranks agree."""
-    of = "" if group is None or group is dist.group.WORLD else f"@{group.group_name}"
-    return f"ep{next(_numbers.setdefault(of, itertools.count()))}{of}"
-
-
-def device_of(device: torch.device | str | int | None) -> tuple[torch.device, str | None]:
-    """Return ``device`` with its index (without for the CPU), and None. If the device is not available, return the CPU,
-    over which all ranks can be informed, and the reason."""
+def device_of(device: torch.device | str | int | None) -> torch.device:
+    """Return ``device`` with its index (without for the CPU). ValueError if it does not exist."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        why = f"device is '{device}', but torch {torch.__version__} sees no GPU; pass device='cpu', or leave it out"
-        return torch.device("cpu"), why
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    if device.type == "cpu":
-        device = torch.device("cpu")  # without an index, as the device of tensors
-    return device, None
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device is {device!r}; allowed: a torch.device, its name, or None ({reason})") from None
+    if found.type == "cpu":
+        return torch.device("cpu")  # without an index, as the device of tensors
+    if found.type != "cuda":
+        return found
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise ValueError(
+            f"device is '{found}', but torch {torch.__version__} sees no GPU; pass device='cpu', or leave it out"
+        )
+    if found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if found.index >= count:
+        raise ValueError(f"device is '{found}', but torch sees {count} GPUs; allowed: cuda:0 to cuda:{count - 1}")
+    return found
 
 
 def large_rows(device: torch.device, row_bytes: int) -> float:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,18 +18,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import backends, checks, inputs, registry
-from .arguments import device_of, group_of, large_rows, next_name
+from .arguments import device_of, group_of, large_rows
 from .backends.base import Backend
 from .backends.calls import CallCache
 from .config import Config, ConfigOptions, configured, signature
 from .formats import exact_dtype, format_of, layout_of
-from .group import leaving
+from .group import leaving, meeting
 from .group.agreement import agree
 from .group.exchange import Exchange
 from .group.survivors import ExpertIds
 from .group.topology import gpu_problem, multiprocessors, rails_of
 from .memory import MemoryPlan, plan_of
 from .methods import Methods
+from .operators.rejection import refuse_thread
 from .overflow import Overflow
 from .records import Operation
 
@@ -97,37 +99,90 @@ class Communicator(Methods):
         device: torch.device | str | int | None = None,
         **options: Unpack[ConfigOptions],
     ) -> None:
-        given = configured("Communicator", config, options)
         self._mesh: DeviceMesh | None = group if isinstance(group, DeviceMesh) and group.mesh_dim_names else None
         self.group = group_of(group)
-        self.device, unusable = device_of(device)
-        self.multiprocessors = multiprocessors(self.device)  # before torch changes the context
-        self._exchange = Exchange(self.group, self.device)
-        self.rank, self.world_size = self._exchange.rank, self._exchange.world_size
-        own = given.on(self.world_size, device_type=self.device.type, name=given.name or next_name(self.group))
-        self.config = self._agree(own, unusable)
+        self.device, self.multiprocessors = torch.device("cpu"), 0
+        self.exchange = Exchange(self.group, self.device)
+        self.rank, self.world_size = self.exchange.rank, self.exchange.world_size
+        own, error = None, None
+        try:
+            given = configured("Communicator", config, options)
+            self.device = device_of(device)
+            self.multiprocessors = multiprocessors(self.device)  # before torch changes the context
+            own = given.on(self.world_size, device_type=self.device.type)
+        except Exception as caught:  # raised after the other ranks have been informed
+            error = caught
+        self.exchange = Exchange(self.group, self.device)
+        with self.exchange.turn:
+            meeting.meet(self.exchange, "create Communicator")
+            agreed = self._agree(own, error)
+            self.number, name = leaving.agreed_number(self.exchange), self._reserve(agreed.name)
+            try:
+                self._allocate(dataclasses.replace(agreed, name=name))
+            finally:
+                registry.release(name)
+
+    def _reserve(self, asked: str) -> str:
+        """Reserve a name on all ranks and return it. If none is ``asked`` for, take the lowest default name that is
+        higher than those of all ranks. Collective.
+
+        Raises:
+            ValueError: some rank has a communicator of that name.
+        """
+        while True:
+            name = asked or f"ep{int(self._gathered(registry.next_number()).max())}"
+            free = registry.reserve(name)
+            missing = (self._gathered(free) == 0).nonzero().flatten().tolist()
+            if not missing:
+                return name
+            if free:
+                registry.release(name)
+            if asked:
+                raise ValueError(f"rank {missing[0]}: {_exists(name)}")
+
+    def _gathered(self, number: int) -> Tensor:
+        """Return a number of each rank, [W]. Collective."""
+        return self.exchange.all_gather(torch.tensor(int(number), device="cpu"))
+
+    def _allocate(self, config: Config) -> None:
+        """Create the backend for the configuration on which the ranks have agreed."""
+        self.config = config
         self._set_sizes()
         self.destroyed = False
+        self.busy = threading.RLock()  # held by the thread that calls this communicator
         self.members = (0,) if self.group is None else tuple(dist.get_process_group_ranks(self.group))  # global ranks
         self.expert_ids: ExpertIds | None = None
         self.warned_rows = large_rows(self.device, self.hidden_size * self.dtype.itemsize)
         self.overflowed: Overflow | None = None
         if self.config.overflow == "raise":
             self.overflowed = Overflow(self.num_local_experts, self.first_local_expert, self.device)
-        self.number = leaving.agreed_number(self._exchange)
         self.backend: Backend = backends.make(self.config.backend, self)
         self.calls = CallCache(self.backend)
         registry.add(self)
 
     __signature__: ClassVar[inspect.Signature] = signature(__init__)  # for help() and notebooks
 
-    def _agree(self, own: Config, unusable: str | None) -> Config:
-        """Compare configurations with the other ranks and return what was agreed on (``ep_ops.group.agreement``)."""
-        problem = unusable or _problem_of(own, self.device, self.multiprocessors)
-        asks = problem is None and own.backend == "auto"
-        unfit = _unfit(own, self.device, self.multiprocessors) if asks else None
+    def _agree(self, own: Config | None, error: Exception | None) -> Config:
+        """Compare configurations with the other ranks and return what was agreed on (``ep_ops.group.agreement``).
+
+        Args:
+            own: this rank's configuration. None: there is none because of ``error``.
+        """
+        problem, unfit = None if error is None else str(error), None
+        try:
+            if own is not None:
+                problem = _problem_of(own, self.device, self.multiprocessors)
+                if problem is None and own.backend == "auto":
+                    unfit = _unfit(own, self.device, self.multiprocessors)
+        except Exception as caught:
+            problem, error = str(caught), caught
         lack = functools.partial(backends.lack, multiprocessors=self.multiprocessors)
-        return agree(self._exchange, own, problem, unfit, lack)
+        try:
+            return agree(self.exchange, own, problem, unfit, lack)
+        except ValueError:
+            if isinstance(error, TypeError):
+                raise error from None
+            raise
 
     def _set_sizes(self) -> None:
         """Copy what calls read to attributes of this object, where they are found fastest."""
@@ -286,18 +341,11 @@ class Communicator(Methods):
             ValueError: a format or layout of scales does not exist.
             RuntimeError: the communicator was destroyed.
         """
-        for one in formats:
-            if isinstance(one, str) or len(one) != 2:
-                raise ValueError(
-                    f"formats has {one!r}; allowed: pairs (format, scales_as), such as ('e4m3/128/pow2', 'columns')"
-                )
-        for name, scales_as in formats:
-            layout_of(format_of(name), scales_as)
-        refuse_destroyed(self)
-        self.backend.compile(formats)
-        self._exchange.barrier()  # compile times differ, and kernels wait for each other
-        self.backend.warmup()
-        self._exchange.barrier()
+        with together(self, "warmup", _problem_of_formats(formats)):
+            self.backend.compile(formats)
+            self.exchange.barrier()  # compile times differ, and kernels wait for each other
+            self.backend.warmup()
+            self.exchange.barrier()
 
     def check_errors(self) -> None:
         """Raise an error if kernels have reported one so far. Does not wait for running kernels.
@@ -438,7 +486,13 @@ class Communicator(Methods):
         """
         self._destroy(meet=True)
 
-    def _destroy(self, meet: bool) -> None:
+    def _destroy(self, meet: bool, why: str = "") -> None:
+        """Destroy the communicator.
+
+        Args:
+            meet: whether to wait for the other ranks.
+            why: if it does not wait, the reason for other ranks that wait for this one in an operation.
+        """
         if self.destroyed:
             return
         self.destroyed = True
@@ -453,9 +507,11 @@ class Communicator(Methods):
                 if not self._has_failed():  # otherwise some rank may never arrive
                     missing = self._missing()
                 unsaid = self.backend.unsaid()
+            elif self.world_size > 1:
+                leaving.leave(self.group, self.number, self.rank, why)
         finally:
             self.backend.destroy(keep=bool(missing))
-            self.group = self._exchange.group = None
+            self.group = self.exchange.group = None
         if missing and unsaid is None:
             unsaid = (
                 f"communicator {self.name!r}: rank {self.rank} destroyed it after waiting {self.config.timeout:g} s"
@@ -479,8 +535,9 @@ class Communicator(Methods):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Destroy the communicator. After an exception, do not wait for the other ranks."""
-        self._destroy(meet=kind is None)
+        """Destroy the communicator. After an exception, inform the other ranks and do not wait for them."""
+        why = "" if kind is None else f"rank {self.rank} left the block of the communicator: {kind.__name__}: {error}"
+        self._destroy(meet=kind is None, why=why)
 
     def __repr__(self) -> str:
         state = "destroyed" if self.destroyed else self.backend.name
@@ -490,9 +547,24 @@ class Communicator(Methods):
 def _problem_of(own: Config, device: torch.device, multiprocessors: int) -> str | None:
     """Return what is wrong with this rank's configuration, or None."""
     problem = own.problem() or (_unfit(own, device, multiprocessors) if own.backend == "cute" else None)
-    if problem is None and own.name in registry.living:
-        problem = f"communicator {own.name!r} exists already; destroy it first or choose another name"
-    return problem
+    return problem or (_exists(own.name) if own.name in registry.living else None)
+
+
+def _problem_of_formats(formats: Sequence[tuple[str, str]]) -> str | None:
+    """Return what is wrong with the formats of a warmup, or None."""
+    try:
+        for one in formats:
+            if isinstance(one, str) or len(one) != 2:
+                return f"formats has {one!r}; allowed: pairs (format, scales_as), such as ('e4m3/128/pow2', 'columns')"
+            name, scales_as = one
+            layout_of(format_of(name), scales_as)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _exists(name: str) -> str:
+    return f"communicator {name!r} exists already; destroy it first or choose another name"
 
 
 def _unfit(own: Config, device: torch.device, multiprocessors: int) -> str | None:
@@ -504,6 +576,32 @@ def _unfit(own: Config, device: torch.device, multiprocessors: int) -> str | Non
 
 
 def refuse_destroyed(comm: Communicator) -> None:
-    """Raise RuntimeError for a communicator that was destroyed."""
+    """Raise RuntimeError for a communicator that was destroyed, or that a parent process has created."""
     if comm.destroyed:
-        raise RuntimeError(f"communicator {comm.name!r} was destroyed")
+        registry.refuse(comm.name)
+
+
+@contextlib.contextmanager
+def together(comm: Communicator, call: str, problem: str | None = None, values: Sequence[int] = ()) -> Iterator[Tensor]:
+    """Run a collective method in a ``with`` block, in which ranks may exchange data over the process group.
+
+    Args:
+        call: name of the method.
+        problem: why this rank rejects the call, or None.
+        values: a few ints.
+
+    Yields:
+        ``values`` of all ranks, int64 [W, at least as many].
+
+    Raises:
+        ValueError: a rank rejects the call.
+        RuntimeError: ranks make different calls, or the communicator was destroyed or has failed.
+    """
+    refuse_destroyed(comm)
+    if not comm.busy.acquire(blocking=False):
+        refuse_thread(call, comm.backend)
+    try:
+        with comm.backend.together(call, problem, values) as gathered:
+            yield gathered
+    finally:
+        comm.busy.release()

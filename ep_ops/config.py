@@ -88,7 +88,6 @@ _BUNDLE = _one_of(
 _NAME: Rule = {
     "holds": lambda value: isinstance(value, str),
     "words": "a str",
-    "hint": "pass name= if ranks have created different numbers of communicators",
 }
 
 
@@ -145,7 +144,7 @@ class Config:
         overflow: what happens when rows exceed ``capacity`` or ``slots``. "count": they are dropped and counted
             (``Dispatched.dropped``). "raise": the next :meth:`Communicator.check_errors` raises as well; it then waits
             for the device.
-        name: name by which operators find the communicator. Empty: "ep0", "ep1", ... in order of creation.
+        name: name by which operators find the communicator. Empty: "ep0", "ep1", ..., a number that no rank has used.
         check: "1" compares every operation with the reference backend (docs/failures.md), "0" does not. Default:
             ``EP_OPS_CHECK`` in the environment.
         wire: transport between NVLink domains: "nvlink", "nvshmem" or "auto". Default: ``EP_OPS_WIRE``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 
 import torch
@@ -72,6 +73,7 @@ class Methods:
     backend: Backend
     calls: CallCache  # those that have passed their checks
     plan_args: tuple[int, int, str]  # arguments of dispatches: num_local_experts, world_size, name
+    busy: threading.RLock  # held by the thread that calls this communicator
     expert_ids: ExpertIds | None
     warned_rows: float  # a larger default capacity causes a warning
     overflowed: Overflow | None

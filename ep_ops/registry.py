@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import os
+import re
+import threading
+from typing import NoReturn, Protocol
 
 from .backends.base import Backend
 from .backends.calls import CallCache
@@ -14,20 +17,62 @@ class Living(Member, Protocol):
 
     backend: Backend
     calls: CallCache
+    busy: threading.RLock  # held by the thread that calls the communicator
+    destroyed: bool
 
 
 living: dict[str, Living] = {}
 _destroyed: set[str] = set()
+_inherited: dict[str, tuple[Living, int]] = {}
+"""Communicators of the process from which this process was forked, and its id. They are kept, because the memory and
+the connections that they refer to belong to the parent."""
+_reserved: set[str] = set()
+_numbered = 0
 
 
 def get(name: str) -> Living:
     """Return the communicator of that name, or raise RuntimeError."""
     found = living.get(name)
     if found is None:
-        state = "was destroyed" if name in _destroyed else "does not exist in this process"
-        others = ", ".join(map(repr, living)) or "none"
-        raise RuntimeError(f"communicator {name!r} {state}; living communicators: {others}")
+        refuse(name)
     return found
+
+
+def refuse(name: str) -> NoReturn:
+    """Raise RuntimeError for a communicator that does not exist here."""
+    state = "was destroyed" if name in _destroyed else "does not exist in this process"
+    if name in _inherited and name not in _destroyed:
+        state = (
+            f"was created by process {_inherited[name][1]}, from which this process was forked; a child process must"
+            " create its own process group and communicator"
+        )
+    others = ", ".join(map(repr, living)) or "none"
+    raise RuntimeError(f"communicator {name!r} {state}; living communicators: {others}")
+
+
+def next_number() -> int:
+    """Return a number n such that this process has not used the default name "epn" or a higher one."""
+    return _numbered
+
+
+def reserve(name: str) -> bool:
+    """Reserve a name for a communicator that is being created, until :func:`release`. Returns False if a living
+    communicator, or one that another thread is creating, has it."""
+    global _numbered
+    with _lock:
+        free = name not in _reserved and name not in living
+        if free:
+            _reserved.add(name)
+        if re.fullmatch(r"ep\d+", name):
+            _numbered = max(_numbered, int(name[2:]) + 1)
+    return free
+
+
+def release(name: str) -> None:
+    _reserved.discard(name)
+
+
+_lock = threading.Lock()
 
 
 def add(comm: Living) -> None:
@@ -40,3 +85,18 @@ def remove(name: str) -> None:
     """Remove a communicator. Operators that name it then raise an error that says that it was destroyed."""
     living.pop(name, None)
     _destroyed.add(name)
+
+
+def _forget_parent() -> None:
+    """Disable the communicators of the parent process, whose connections and memory this process must not use."""
+    global _lock
+    _lock = threading.Lock()
+    for name, comm in living.items():
+        _inherited[name] = comm, os.getppid()
+        comm.destroyed = True
+        comm.calls.forget()
+    living.clear()
+    _reserved.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -54,6 +55,16 @@ class Backend(Protocol):
         Does nothing while a CUDA graph is captured, or if the peers do not run it either (a wait whose start has run
         it, a start in a ``flight`` that is in use). ``max_tokens``: argument of the operator, if it has one.
         """
+
+    def give_up(self, why: str) -> None:
+        """End the communicator on all ranks, because this rank does not run what they expect. Any thread may call
+        it."""
+
+    def together(
+        self, call: str, problem: str | None = None, values: Sequence[int] = ()
+    ) -> AbstractContextManager[Tensor]:
+        """Return a context manager that meets the other ranks in a collective method, in which they may then exchange
+        data over the process group (``ep_ops.group.meeting``). It yields ``values`` of all ranks."""
 
     def interrupted(
         self, operator: str, error: BaseException, again: Callable[[], Any], flight: int = 0, max_tokens: Any = 0

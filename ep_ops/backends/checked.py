@@ -51,7 +51,7 @@ class CheckedBackend:
             warnings.warn(
                 f"EP_OPS_CHECK is 1: every operation of communicator {member.name!r} also runs on the reference"
                 " backend, to compare the results, which is slow",
-                RuntimeWarning, stacklevel=4,
+                RuntimeWarning, stacklevel=5,
             )  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:
@@ -108,10 +108,11 @@ class CheckedBackend:
     def _compared(self, operator: str, spec: Spec, a: Args, got: Any, layer: str) -> Any:
         """Return the results of the selected backend if all ranks find them equal to those of the reference backend."""
         self._operations += 1
-        expected = self._reference.prepare(spec).bind(a)(a)
-        slack = self._rounding(a) if isinstance(a, (CombineBackwardArgs, CombineBackwardStartArgs)) else None
-        text = self._difference(spec.kind, a, got, expected, slack)
-        noted = [said.partition("|") for said in self._reference.exchange.all_gather_text(f"{layer}|{text}")]
+        with self._reference.exchange.turn:
+            expected = self._reference.prepare(spec).bind(a)(a)
+            slack = self._rounding(a) if isinstance(a, (CombineBackwardArgs, CombineBackwardStartArgs)) else None
+            text = self._difference(spec.kind, a, got, expected, slack)
+            noted = [said.partition("|") for said in self._reference.exchange.all_gather_text(f"{layer}|{text}")]
         self._compare_layers(operator, [calling for calling, _, _ in noted])
         found = [difference for _, _, difference in noted]
         differing = [rank for rank, text in enumerate(found) if text]
@@ -163,8 +164,10 @@ class CheckedBackend:
 
     def _leave(self, operator: str, reason: str) -> None:
         """Reject the operation in the reference backend, where the others raise the reason. After a failure of the
-        kernels nobody waits there."""
+        kernels nobody waits there, nor after an error of a reference backend, which all ranks raise."""
         self._operations += 1
+        if self._backend.name == "reference":
+            return
         if not _capturing(self._device) and not self._backend.has_failed():
             with contextlib.suppress(RuntimeError):  # ranks that run another operator raise by themselves
                 self._reference.reject(operator, reason)

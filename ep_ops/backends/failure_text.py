@@ -6,9 +6,9 @@ REPEATS = "a token's ids must be distinct unless capacity, slots or exact is giv
 """What is allowed where a token names an expert twice."""
 
 
-def in_operation(rank: int, operator: str, number: int) -> str:
-    """Return which operation of its communicator a rank is in."""
-    return f"rank {rank}, in ep::{operator} (operation {number} of this communicator)"
+def in_operation(rank: int, call: str, number: int) -> str:
+    """Return which operation of its communicator a rank is in. ``call``: such as "ep::dispatch"."""
+    return f"rank {rank}, in {call} (operation {number} of this communicator)"
 
 
 def before_operation(rank: int, number: int) -> str:

@@ -42,21 +42,21 @@ def on_every_rank(measure: Measure, args: argparse.Namespace) -> int:
     return 0
 
 
-def _process(rank: int, port: int | None, world_size: int, measure: Measure, args: argparse.Namespace) -> None:
+def _process(rank: int, store: str | None, world_size: int, measure: Measure, args: argparse.Namespace) -> None:
     group = sharing_group if args.sharing > 1 else process_group
-    with group(rank, port, world_size, args.device, TIMEOUT) as device:
+    with group(rank, store, world_size, args.device, TIMEOUT) as device:
         measure(device, args)
 
 
 @contextlib.contextmanager
-def sharing_group(rank: int, port: int | None, world_size: int, kind: str, timeout: float) -> Iterator[torch.device]:
+def sharing_group(rank: int, store: str | None, world_size: int, kind: str, timeout: float) -> Iterator[torch.device]:
     """As `process_group`, for ranks that share GPUs. NCCL does not take them, so the group is one of gloo."""
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     device, options = torch.device(kind, rank % gpu_count()), dict[str, Any]()
     torch.cuda.set_device(device)
-    if port is not None:
-        options = {"store": dist.TCPStore("127.0.0.1", port, is_master=False), "rank": rank, "world_size": world_size}
+    if store is not None:
+        options = {"store": dist.FileStore(store, world_size), "rank": rank, "world_size": world_size}
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout), **options)
     yield device
     dist.barrier()

@@ -33,10 +33,10 @@ class DecodeLayer(nn.Module):
         return nn.functional.rms_norm(x + self.moe(x, max_tokens=self.tokens), x.shape[-1:])
 
 
-def decode(rank: int, port: int, world_size: int, options: Options) -> None:
+def decode(rank: int, store: str, world_size: int, options: Options) -> None:
     """Run one process of the demo, which prints µs per step and compares replayed steps with eager ones. CPUs run eager
     steps again."""
-    with process_group(rank, port, world_size, options.device) as device, torch.no_grad():
+    with process_group(rank, store, world_size, options.device) as device, torch.no_grad():
         with options.communicator(EXPERTS, TOP_K, options.tokens, device) as comm:
             _steps(comm, options)
 

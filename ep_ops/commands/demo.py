@@ -173,13 +173,13 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return (got.double() - expected.double()).norm().item() / max(norm, 1e-12)
 
 
-def train(rank: int, port: int, world_size: int, options: Options) -> None:
+def train(rank: int, store: str, world_size: int, options: Options) -> None:
     """Run one process of the demo. Rank 0 prints."""
     if options.device == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     compiler = compile_backend(options.device) if options.compiled else None
-    with process_group(rank, port, world_size, options.device) as device:
+    with process_group(rank, store, world_size, options.device) as device:
         with options.communicator(8 * world_size, 2, options.sequences * LENGTH, device) as comm:
             comm.warmup()
             report = Printer(comm, options, compiler)

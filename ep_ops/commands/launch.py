@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,28 +19,32 @@ GRACE = 5.0  # seconds between asking the remaining processes to end and killing
 
 
 def launch(function: Callable[..., None], world_size: int, *args: object) -> None:
-    """Call ``function(rank, port, world_size, *args)``, a module-level function, in ``world_size`` new processes.
+    """Call ``function(rank, store, world_size, *args)``, a module-level function, in ``world_size`` new processes.
+
+    ``store`` is the path of a file for their ``torch.distributed.FileStore``, in a folder that only this user can read.
+    A TCPStore would listen on all addresses of this host, and anybody who reaches it could run code in the processes,
+    which unpickle what other ranks send.
 
     Returns when all have ended. If one fails, the others are terminated and its exception is raised here, with its
     traceback (``torch.multiprocessing.ProcessRaisedException``) or exit code (``ProcessExitedException``). On Ctrl-C
     all are terminated, and KeyboardInterrupt is raised.
     """
-    # The store lives here and picks its own port, so that no other process can take it in between.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = mp.start_processes(
-        _run, (function, store.port, world_size, *args), nprocs=world_size, join=False, start_method="spawn"
-    )
-    try:
-        while not context.join(timeout=1.0, grace_period=GRACE):
-            pass
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.terminate()
-        for process in context.processes:
-            process.join(GRACE)
-            if process.is_alive():
-                process.kill()
+    with tempfile.TemporaryDirectory(prefix="ep_ops_", ignore_cleanup_errors=True) as folder:
+        store = os.path.join(folder, "store")
+        context = mp.start_processes(
+            _run, (function, store, world_size, *args), nprocs=world_size, join=False, start_method="spawn"
+        )
+        try:
+            while not context.join(timeout=1.0, grace_period=GRACE):
+                pass
+        finally:
+            for process in context.processes:
+                if process.is_alive():
+                    process.terminate()
+            for process in context.processes:
+                process.join(GRACE)
+                if process.is_alive():
+                    process.kill()
 
 
 def _run(rank: int, function: Callable[..., None], *args: object) -> None:
@@ -62,13 +67,13 @@ def gpu_count() -> int:
 
 @contextlib.contextmanager
 def process_group(
-    rank: int, port: int | None, world_size: int, kind: str, timeout: float = 300.0
+    rank: int, store: str | None, world_size: int, kind: str, timeout: float = 300.0
 ) -> Iterator[torch.device]:
     """Initialize the default process group of a process that `launch` or torchrun has started, and yield its device.
 
     Args:
         rank: index of the process on this host, and of its GPU.
-        port: port of the launcher's store, or None under torchrun.
+        store: file of the launcher's store, or None under torchrun.
         world_size: number of ranks; unused under torchrun.
         kind: "cuda" for GPUs and NCCL, "cpu" for gloo.
         timeout: seconds that torch.distributed waits for a rank.
@@ -78,9 +83,9 @@ def process_group(
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
         options["device_id"] = device
-    if port is not None:
+    if store is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        options |= {"store": dist.TCPStore("127.0.0.1", port, is_master=False), "rank": rank, "world_size": world_size}
+        options |= {"store": dist.FileStore(store, world_size), "rank": rank, "world_size": world_size}
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo", timeout=datetime.timedelta(seconds=timeout), **options
     )

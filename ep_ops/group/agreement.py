@@ -15,13 +15,13 @@ Lack = Callable[[Config], "str | None"]
 """Function that returns what a rank lacks for the kernels of a communicator whose NVLink domains are known, or None."""
 
 
-def agree(exchange: Exchange, own: Config, problem: str | None, unfit: str | None, lack: Lack) -> Config:
+def agree(exchange: Exchange, own: Config | None, problem: str | None, unfit: str | None, lack: Lack) -> Config:
     """Return the configuration of all ranks, with "auto" and the NVLink domains resolved. Collective.
 
     Warns if "auto" selects the reference backend although there are GPUs.
 
     Args:
-        own: this rank's configuration.
+        own: this rank's configuration. None if it has a problem.
         problem: what is wrong with it, or None.
         unfit: why "auto" cannot use cute, as far as is known before the domains are, or None.
         lack: returns what this rank lacks for the kernels of a configuration.
@@ -30,9 +30,11 @@ def agree(exchange: Exchange, own: Config, problem: str | None, unfit: str | Non
         ValueError: a rank has a problem, configurations or sizes of domains differ, or "cute" or latency kernels were
             requested and some ranks cannot run them. Every rank raises it.
     """
+    if problem is not None:
+        own = None  # its values can be anything, including what cannot be pickled
     words = exchange.all_gather_object((own, problem, gpu_facts(exchange.device), unfit))
-    problems = [f"rank {rank}: {problem}" for rank, (_, problem, *_) in enumerate(words) if problem]
-    if problems:
+    problems = [f"rank {rank}: {problem}" for rank, (_, problem, *_) in enumerate(words) if problem is not None]
+    if problems or own is None:
         raise ValueError("; ".join(problems))
     if difference := disagreement([config for config, *_ in words]):
         raise ValueError(difference)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +16,17 @@ TEXT_BYTES = 1024
 """Size of the text that a rank sends to the others."""
 
 
+_turns: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()  # by process group
+
+
 class Exchange:
     """Collectives among the ranks of ``group`` (None: this process alone). Results are on ``device``."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self.group = group
         self.device = device
+        self.turn = threading.RLock() if group is None else _turns.setdefault(group, threading.RLock())
+        """Held by a thread during a call that exchanges data, so that the calls of a process group do not overlap."""
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.wire_device = _wire_device(group, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import time
@@ -25,6 +26,25 @@ def agreed_number(exchange: Exchange) -> int:
 def store_of(group: Any, number: int) -> dist.Store:
     """Return the part of the group's store for the communicator with this `agreed_number`."""
     return dist.PrefixStore(f"ep_ops/{number:x}", dist.distributed_c10d._get_process_group_store(group))
+
+
+def leave(group: Any, number: int, rank: int, why: str) -> None:
+    """Leave without waiting for the other ranks, which need not wait for this one in :func:`meet`. If ``why`` is not
+    empty, ranks that wait in an operation fail with this reason (:func:`gone`)."""
+    with contextlib.suppress(RuntimeError, ValueError, KeyError, TypeError):
+        store = store_of(group, number)
+        store.set(_left(rank), "")
+        if why:
+            store.compare_set("gone", "", why)
+
+
+def gone(group: Any, number: int) -> str | None:
+    """Return why a rank has left without waiting for the others, as far as the store is reachable, or None."""
+    try:
+        store = store_of(group, number)
+        return store.get("gone").decode() if store.check(["gone"]) else None
+    except (RuntimeError, ValueError, KeyError, TypeError):
+        return None
 
 
 def has_left(group: Any, number: int, rank: int) -> bool:

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from ep_ops import backends
-from ep_ops.arguments import device_of, group_of
-from ep_ops.communicator import Communicator, refuse_destroyed
+from ep_ops.arguments import group_of
+from ep_ops.communicator import Communicator, together
 from ep_ops.config import most_token_rows
 from ep_ops.formats import round_up
+from ep_ops.group import meeting
 from ep_ops.group.exchange import Exchange
 from ep_ops.operators.rejection import reject
 from ep_ops.overflow import recomputing
@@ -43,6 +44,8 @@ from .placement import ReplicaMap
 from .ranges import ranged
 from .records import DispatchHandle, DispatchOutput, Request
 from .statistics import Counts, Stats, last
+
+_NOT_COUNTED = "statistics is False in the configuration, so nothing is counted; allowed: True"
 
 
 class MoECommunicator:
@@ -68,8 +71,12 @@ class MoECommunicator:
 
     def __init__(self, config: MoECommunicatorConfig, *, device: torch.device | str | int | None = None) -> None:
         check_types(MoECommunicatorConfig, config=config)
-        exchange = Exchange(group_of(config.group), device_of(device)[0])
-        placements.agree(exchange, config.placement, config.problem_of_layer())
+        exchange = Exchange(group_of(config.group), torch.device("cpu"))
+        problem = config.problem_of_layer()
+        mine = 0 if problem else placements.checksum(config.placement)
+        with exchange.turn:
+            found = meeting.meet(exchange, "create MoECommunicator", problem=problem, values=(mine,))
+        placements.compare(found[:, 0])
         comm = Communicator(config.group, config.of_communicator(), device=device)
         if config.mode == "latency" and (most := backends.latency_tokens(comm.config)) < config.max_tokens_per_rank:
             comm.destroy()
@@ -82,10 +89,10 @@ class MoECommunicator:
                 f" {comm.world_size} ranks, {comm.num_experts} experts and top_k {config.top_k}{bound}; allowed: that,"
                 " or mode 'auto'"
             )
-        self._begin(config, comm, exchange)
+        self._begin(config, comm)
 
-    def _begin(self, config: MoECommunicatorConfig, comm: Communicator, exchange: Exchange) -> None:
-        self.config, self.comm, self._exchange = config, comm, exchange
+    def _begin(self, config: MoECommunicatorConfig, comm: Communicator) -> None:
+        self.config, self.comm = config, comm
         self.num_physical_experts = comm.num_experts
         self.placement = None if config.placement is None else tuple(config.placement)
         self._map: ReplicaMap | None = None
@@ -112,10 +119,9 @@ class MoECommunicator:
             ValueError: as for :meth:`place`.
         """
         placement = self.placement if placement is None else placement
-        if placement is not None:
-            self._agreed(placement)
+        self._agree("sibling", placement)
         made = MoECommunicator.__new__(MoECommunicator)
-        made._begin(dataclasses.replace(self.config, placement=placement), self.comm, self._exchange)
+        made._begin(dataclasses.replace(self.config, placement=placement), self.comm)
         return made
 
     # ------------------------------------------------------------------ dispatch and combine
@@ -317,7 +323,7 @@ class MoECommunicator:
             ValueError: the length differs, an expert is missing, or placements differ between ranks. Every rank raises
                 it.
         """
-        self._agreed(placement)
+        self._agree("place", placement)
         assert self._map is not None
         if self._counts is not None:
             self._past = self._past + self._logical(self._counts.read().rows)
@@ -325,14 +331,20 @@ class MoECommunicator:
         self._map.set(placement)
         self.placement = tuple(placement)
 
-    def _agreed(self, placement: Sequence[int]) -> None:
-        refuse_destroyed(self.comm)
+    def _agree(self, call: str, placement: Sequence[int] | None) -> None:
+        """Meet the other ranks in a method, and raise ValueError on all ranks unless all pass the same placement."""
+        problem = None if placement is None and self._map is None else self._problem_of(placement)
+        mine = 0 if problem else placements.checksum(placement)
+        with together(self.comm, call, problem, (mine,)) as found:
+            placements.compare(found[:, 0])
+
+    def _problem_of(self, placement: Any) -> str | None:
         if self._map is None:
-            raise ValueError("placement is given, but the configuration has none; allowed: only if it has one")
+            return "placement is given, but the configuration has none; allowed: only if it has one"
         problem = placements.problem_of(placement, self.config.num_experts)
         if problem is None and len(placement) != self.num_physical_experts:
             problem = f"placement has {len(placement)} places; allowed: {self.num_physical_experts}, as configured"
-        placements.agree(self._exchange, placement, problem)
+        return problem
 
     @property
     def local_experts(self) -> tuple[int, ...]:
@@ -364,9 +376,11 @@ class MoECommunicator:
         Raises:
             ValueError: the configuration has no ``statistics``.
         """
-        refuse_destroyed(self.comm)
-        asked = (self._past + self._logical(self._counted().read().rows)).sum(0)
-        return self._exchange.all_gather(asked).sum(0).cpu()
+        counts = self._counts
+        with together(self.comm, "load", None if counts else _NOT_COUNTED):
+            assert counts is not None
+            asked = (self._past + self._logical(counts.read().rows)).sum(0)
+            return self.comm.exchange.all_gather(asked).sum(0).cpu()
 
     def reset_stats(self) -> None:
         """Reset the counts to 0. ValueError if the configuration has no ``statistics``."""
@@ -375,7 +389,7 @@ class MoECommunicator:
 
     def _counted(self) -> Counts:
         if self._counts is None:
-            raise ValueError("statistics is False in the configuration, so nothing is counted; allowed: True")
+            raise ValueError(_NOT_COUNTED)
         return self._counts
 
     def _logical(self, rows: Tensor) -> Tensor:
@@ -398,14 +412,12 @@ class MoECommunicator:
 
     def destroy(self) -> None:
         """Destroy the communicator, and with it all siblings. Collective."""
-        self._exchange.group = None  # references would keep the group's threads alive
         self.comm.destroy()
 
     def __enter__(self) -> MoECommunicator:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._exchange.group = None
         self.comm.__exit__(kind, error, at)
 
     def __reduce__(self) -> NoReturn:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ep_ops.config import is_int
-from ep_ops.group.exchange import Exchange
 from ep_ops.records import is_ordinary
 
 TURNS = 60
@@ -44,17 +43,16 @@ def problem_of(placement: Sequence[int], num_experts: int) -> str | None:
     return None
 
 
-def agree(exchange: Exchange, placement: Sequence[int] | None, problem: str | None) -> None:
-    """Raise ValueError on all ranks if one has a ``problem`` or if placements differ. Collective."""
-    mine = f"!{problem}" if problem else f"{zlib.crc32(repr(placement and tuple(placement)).encode())}"
-    texts = exchange.all_gather_text(mine)
-    if problem:
-        raise ValueError(problem)
-    refusals = [f"rejected by rank {rank}: {text[1:]}" for rank, text in enumerate(texts) if text.startswith("!")]
-    if refusals:
-        raise ValueError("; ".join(refusals))
-    if len(set(texts)) > 1:
-        raise ValueError(f"ranks disagree on placement: its checksums are {', '.join(texts)} by rank")
+def checksum(placement: Sequence[int] | None) -> int:
+    """Return a number that ranks compare."""
+    return zlib.crc32(repr(placement and tuple(placement)).encode())
+
+
+def compare(checksums: Tensor) -> None:
+    """Raise ValueError unless the checksums of all ranks, [W], are equal."""
+    if len(checksums.unique()) > 1:
+        by_rank = ", ".join(map(str, checksums.tolist()))
+        raise ValueError(f"ranks disagree on placement: its checksums are {by_rank} by rank")
 
 
 class ReplicaMap:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import registry
 from ..records import is_ordinary, whole, wrong_type
-from .rejection import is_tracing, reject
+from .rejection import is_tracing, refuse_thread, reject
 
 _TYPES: dict[str, frozenset[type]] = {
     "Tensor": frozenset({Tensor, torch.nn.Parameter}),
@@ -151,11 +151,16 @@ def _remembering(
         if known is not None and (accepts := known.accepts) is not None:
             given = a[:one] + a[one + 1 : leading] if absent else a[:leading]
             if accepts(*given) and not (a[rows].data_ptr() % _ALIGNED or a[lists].data_ptr() % (_ALIGNED // 2)):
+                busy = comm.busy
+                if not busy.acquire(False):
+                    refuse_thread(f"ep::{op.name}", comm.backend)
                 try:
                     return known.run(a)
                 except BaseException as error:
                     interrupted(comm, a, error)
                     raise
+                finally:
+                    busy.release()
         results, alone = op.direct(a)
         if alone and recognized and not (other and a[other] is not None):
             found = living[a.comm].calls[key(a)]

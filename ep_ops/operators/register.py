@@ -21,7 +21,7 @@ from ..specs import spec_of
 from .eager import RememberedOp, check_data
 from .library import CONTIGUOUS, define, differentiate
 from .operator import Operator
-from .rejection import reject
+from .rejection import refuse_thread, reject
 from .table import OPERATORS
 
 
@@ -80,16 +80,21 @@ def _implementation(op: Operator) -> Callable[..., Any]:
     def implementation(*args: Any) -> Any:
         a = new(record, args) if len(args) == whole else record(*args)
         comm = living.get(a.comm) or registry.get(a.comm)
+        if not comm.busy.acquire(blocking=False):
+            refuse_thread(f"ep::{name}", comm.backend)
         try:
-            run = _accepted(op, comm, a).run
-        except Exception as error:
-            _reject(name, comm, a, error)
-        comm.backend.calls += 1
-        try:
-            return run(a)
-        except BaseException as error:
-            _interrupted(op, comm, a, error)
-            raise
+            try:
+                run = _accepted(op, comm, a).run
+            except Exception as error:
+                _reject(name, comm, a, error)
+            comm.backend.calls += 1
+            try:
+                return run(a)
+            except BaseException as error:
+                _interrupted(op, comm, a, error)
+                raise
+        finally:
+            comm.busy.release()
 
     implementation.__name__ = name
     return implementation

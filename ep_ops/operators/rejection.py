@@ -35,3 +35,13 @@ def is_tracing() -> bool:
 
 
 _fake_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
+
+
+def refuse_thread(call: str, backend: Backend) -> NoReturn:
+    """Raise RuntimeError on all ranks for a call of a communicator that another thread is using. Ranks can differ in
+    the order of the threads' calls, so the communicator fails."""
+    backend.give_up(
+        f"{call} was called while another thread was calling the same communicator; allowed: one thread at a time"
+    )
+    backend.check_errors()
+    raise AssertionError("check_errors raises after give_up")

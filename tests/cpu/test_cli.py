@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import runpy
@@ -101,11 +103,39 @@ def test_a_signal_ends_every_process(how: str) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def fail_on_rank_one(rank: int, port: int, world_size: int) -> None:
-    with process_group(rank, port, world_size, "cpu"):
+def fail_on_rank_one(rank: int, store: str, world_size: int) -> None:
+    with process_group(rank, store, world_size, "cpu"):
         if rank == 1:
             raise ValueError("no good")
         torch.distributed.barrier()
+
+
+def look_at_the_store(rank: int, store: str, world_size: int, found: str) -> None:
+    with process_group(rank, store, world_size, "cpu"):
+        torch.distributed.barrier()
+        if rank == 0:
+            folder, sockets = Path(store).parent, []
+            for process in (os.getpid(), os.getppid()):
+                for file in Path(f"/proc/{process}/fd").iterdir():
+                    with contextlib.suppress(OSError):
+                        sockets.append(os.readlink(file))
+            listening = [
+                line.split()[1]
+                for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+                if line.split()[3] == "0A" and f"socket:[{line.split()[9]}]" in sockets
+            ]  # fmt: skip
+            Path(found).write_text(json.dumps([store, folder.stat().st_mode & 0o777, folder.stat().st_uid, listening]))
+        torch.distributed.barrier()
+
+
+def test_nobody_else_reaches_the_store_of_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a file in a private folder, which is removed. The processes listen on the loopback interface at most."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    launch(look_at_the_store, 2, str(tmp_path / "found"))
+    store, mode, owner, listening = json.loads((tmp_path / "found").read_text())
+    assert (mode, owner) == (0o700, os.getuid()) and not Path(store).parent.exists()
+    local = "0100007F", "00000000000000000000000001000000"  # 127.0.0.1 and ::1
+    assert all(address.partition(":")[0] in local for address in listening), listening
 
 
 def test_a_failing_rank_ends_the_waiting_one() -> None:
@@ -114,9 +144,9 @@ def test_a_failing_rank_ends_the_waiting_one() -> None:
         launch(fail_on_rank_one, 2)
 
 
-def leave_work_behind(rank: int, port: int, world_size: int) -> None:
+def leave_work_behind(rank: int, store: str, world_size: int) -> None:
     global still_held
-    with process_group(rank, port, world_size, "cpu"):
+    with process_group(rank, store, world_size, "cpu"):
         still_held = torch.distributed.group.WORLD
     for _ in range(200):
         still_held.allgather([[torch.empty(200_000) for _ in range(world_size)]], [torch.zeros(200_000)])

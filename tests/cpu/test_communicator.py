@@ -183,7 +183,7 @@ def test_names() -> None:
         assert int(second.name[2:]) == int(first.name[2:]) + 1
         with pytest.raises(ValueError, match="communicator 'mine' exists already"):
             make(name="mine")
-        with pytest.raises(RuntimeError, match="'yours' does not exist in this process; living communicators: 'mine'"):
+        with pytest.raises(RuntimeError, match="'yours' does not exist in this process; living communicators: .*'mine'"):
             registry.get("yours")
     with pytest.raises(RuntimeError, match="'mine' was destroyed"):
         registry.get("mine")
@@ -339,7 +339,7 @@ def _disagree(field: str, values: list[Any]) -> None:
     ("combine_sms", [4, 8], "ranks disagree on combine_sms"),
     ("domain_size", [1, 2], "ranks disagree on domain_size: 1 on ranks [0]; 2 on ranks [1]"),
     ("symmetric_rows", [4, 8], "ranks disagree on symmetric_rows"),
-    ("name", ["a", "b"], "ranks disagree on name: 'a' on ranks [0]; 'b' on ranks [1]; pass name="),
+    ("name", ["a", "b"], "ranks disagree on name: 'a' on ranks [0]; 'b' on ranks [1]"),
     ("top_k", [2, 0], "rank 1: top_k is 0; it must be an int from 1 to 32"),
     ("hidden_size", [9, 8], "rank 0: hidden_size is 9, which"),
 ])  # fmt: skip

@@ -386,3 +386,47 @@ def test_install() -> None:
         "assert hasattr(deep_ep, 'ElasticBuffer') and not hasattr(deep_ep, 'HybridEPBuffer')"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# ---------------------------------------------------------------------- bounds that differ
+
+
+def _bounds(kind: str) -> list[str]:
+    """What calls come to whose bounds are equal, differ within the communicator's size, and differ beyond it."""
+    rank, said = dist.get_rank(), []
+    buffer = Buffer(dist.group.WORLD, explicitly_destroy=True)
+    elastic = deep_ep.ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=64, explicitly_destroy=True)
+    draw = torch.Generator().manual_seed(rank)
+    x, ids = torch.randn(4, 128, generator=draw).bfloat16(), torch.rand(4, 8, generator=draw).topk(2).indices
+    weights = torch.ones(4, 2)
+    per_rank, _, per_expert, there, _ = buffer.get_dispatch_layout(ids, 8)
+    known = dict(num_tokens_per_rank=per_rank, is_token_in_rank=there, num_tokens_per_expert=per_expert)
+
+    def step(bound: int) -> bool:
+        if kind == "low latency":
+            rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, bound, 8, use_fp8=False)
+            return torch.equal(buffer.low_latency_combine(rows, ids, weights, handle)[0], 2 * x)
+        if kind == "worst":
+            routed = known | dict(topk_idx=ids, topk_weights=weights)
+            rows, _, _, _, handle, _ = buffer.dispatch(x, **routed, num_worst_tokens=2 * bound)
+            return torch.equal(buffer.combine(rows, handle)[0], there.sum(1, keepdim=True).bfloat16() * x)
+        options = dict(num_experts=8, num_max_tokens_per_rank=bound, do_cpu_sync=kind == "elastic exact")
+        rows, _, _, handle, _ = elastic.dispatch(x, topk_idx=ids, topk_weights=weights, **options)
+        return torch.equal(elastic.combine(rows, handle)[0], there.sum(1, keepdim=True).bfloat16() * x)
+
+    for bound in (64, 16 << rank, 64 << rank, 128 >> rank, 64, 256, 64):
+        try:
+            said.append(str(step(bound)))
+        except ValueError as error:
+            said.append(str(error).partition(": ")[2])
+    buffer.destroy()
+    elastic.destroy()
+    return said
+
+
+@pytest.mark.parametrize("kind", ["low latency", "worst", "elastic", "elastic exact"])
+def test_bounds_that_differ(kind: str) -> None:
+    """All ranks raise at once, also if one of them needs a larger communicator; the buffer can be used further."""
+    text = "ranks disagree on max_tokens: [{}, {}] by rank; all ranks must pass the same"
+    differ = [text.format(16, 32), text.format(64, 128), text.format(128, 64)]
+    assert run_ranks(2, _bounds, kind, timeout=30.0) == [["True", *differ, "True", "True", "True"]] * 2

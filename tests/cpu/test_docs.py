@@ -21,7 +21,7 @@ PAGES = sorted(
     str(path.relative_to(ROOT)) for folder in (".", "docs", "docs/api", "benchmarks/results")
     for path in (ROOT / folder).glob("*.md")
 )  # fmt: skip
-ROOT_PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
+ROOT_PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "SECURITY.md")
 OWN = ("ep_ops", "meta_kernels", "cute_kernels")
 
 

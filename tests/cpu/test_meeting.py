@@ -30,8 +30,8 @@ def two_communicators() -> str:
 def test_communicators_in_different_orders() -> None:
     """Each would get the other's rows."""
     said = (
-        "ranks call operators of different communicators at the same time (rank 0: 'one', rank 1: 'other'); all ranks"
-        " must call those of several communicators in one order"
+        "ranks make different calls at the same time (rank 0: ep::dispatch of 'one', rank 1: ep::dispatch of 'other');"
+        " all ranks must make the calls of a process group in one order"
     )
     assert run_ranks(2, two_communicators) == [said] * 2
 
@@ -75,19 +75,19 @@ def no_memory(after: bool) -> tuple[str, bool]:
     """Rank 0 has none for what it needs before the meeting; then all do the next one."""
     rank, comm = torch.distributed.get_rank(), toy.communicator()
     x, idx, weights = toy.inputs(5, seed=rank)
-    plan, raised = ReferenceBackend._plan, ""
+    plan, raised = ReferenceBackend._placed, ""
 
     def fails(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("no room")
 
     try:
         if rank == 0:
-            ReferenceBackend._plan = fails  # type: ignore[method-assign, assignment]
+            ReferenceBackend._placed = fails  # type: ignore[method-assign, assignment]
         comm.dispatch_start(x, idx, weights) if after else comm.dispatch(x, idx, weights)
     except (ValueError, torch.OutOfMemoryError) as error:
         raised = f"{type(error).__name__}: {error}"
     finally:
-        ReferenceBackend._plan = plan  # type: ignore[method-assign]
+        ReferenceBackend._placed = plan  # type: ignore[method-assign]
     sent = comm.dispatch(x, idx, weights)
     return raised, torch.equal(comm.combine(sent.x, sent.route), (idx >= 0).sum(1, keepdim=True) * x)
 

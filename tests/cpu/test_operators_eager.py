@@ -471,16 +471,16 @@ def without_backend(comm: ep_ops.Communicator, name: str, call: Any) -> None:
 
 
 MOST_CALLS = {
-    "plan": (16, 15),
-    "dispatch": (17, 20),
-    "dispatch_dynamic": (13, 18),
-    "dispatch_planned": (14, 17),
-    "combine": (12, 16),
-    "combine_gathered": (13, 13),
-    "dispatch_start": (19, 21),
-    "dispatch_wait": (10, 15),
-    "combine_start": (14, 17),
-    "combine_wait": (13, 14),
+    "plan": (16, 17),
+    "dispatch": (17, 22),
+    "dispatch_dynamic": (13, 20),
+    "dispatch_planned": (14, 19),
+    "combine": (12, 18),
+    "combine_gathered": (13, 15),
+    "dispatch_start": (19, 23),
+    "dispatch_wait": (10, 17),
+    "combine_start": (14, 19),
+    "combine_wait": (13, 16),
 }
 """Method -> Python functions and C functions that a call of it takes on its way to the backend, whose own do not count.
 Python 3.11 and torch 2.13 were counted; other releases may take a few more inside torch (``OTHERS``).
@@ -517,7 +517,7 @@ def test_host_time_of_a_call(comm, monkeypatch, name):
     assert 0 < python <= most_python + OTHERS and 0 < c <= most_c + OTHERS
 
 
-MOST_WITH_GRADIENT = {"dispatch": (61, 54), "combine": (51, 61)}
+MOST_WITH_GRADIENT = {"dispatch": (61, 56), "combine": (51, 63)}
 """The same where something asks for a gradient: every argument is checked each time."""
 
 

@@ -158,17 +158,21 @@ def test_shared() -> None:
     again.destroy(), other.destroy()
 
 
-def unequal_pasts() -> tuple[str, str]:
+def unequal_pasts() -> tuple[bool, list[str]]:
+    """Rank 0 has created communicators without rank 1, one of which has a name like default ones."""
+    highest = -1
     if dist.get_rank() == 0:
-        alone = ep_ops.Communicator(dist.new_group([0], use_local_synchronization=True), **SIZES)
-        assert alone.name.startswith("ep0@")
-    with ep_ops.Communicator(**SIZES, name=None) as comm:
-        return comm.name, "world"
+        group = dist.new_group([0], use_local_synchronization=True)
+        alone = [ep_ops.Communicator(group, **SIZES, name=name) for name in ("", f"ep{10**6}", "ep7th")]
+        highest = 10**6
+        alone[0].destroy()
+    with ep_ops.Communicator(**SIZES, name=None) as comm, ep_ops.Communicator(**SIZES) as other:
+        return int(comm.name[2:]) > highest, [comm.name, other.name]
 
 
-def test_names_count_by_group() -> None:
-    first, second = run_ranks(2, unequal_pasts)
-    assert first == second
+def test_default_names_are_agreed_on() -> None:
+    (free, names), (free_1, names_1) = run_ranks(2, unequal_pasts)
+    assert free and free_1 and names == names_1 and len(set(names)) == 2
 
 
 # ---------------------------------------------------------------------- defaults of torch

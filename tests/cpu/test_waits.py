@@ -131,7 +131,10 @@ def test_ranks_that_do_not_come() -> None:
     doing = "rank 0, in ep::combine (operation 2 of this communicator)"
     assert late == [f"communicator 'late': {doing}, still waits for rank 1; it gives up after 3 s"] and late_1 == []
 
-    operators = "ranks run different operators at the same time (rank 0: dispatch, rank 1: plan)"
+    operators = (
+        "ranks make different calls at the same time (rank 0: ep::dispatch of 'differ', rank 1: ep::plan of 'differ');"
+        " all ranks must make the calls of a process group in one order"
+    )
     disagree = "dispatch: ranks disagree on max_tokens: [9, 10] by rank; all ranks must pass the same"
     assert differing == differing_1 == [operators, disagree]
 
@@ -177,13 +180,14 @@ def test_who_is_named_and_who_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     store, closed = dist.HashStore(), []
     monkeypatch.setattr(waits, "store_of", lambda group, number: store)
     monkeypatch.setattr(waits, "has_left", lambda group, number, rank: rank == 3)
+    monkeypatch.setattr(waits, "gone", lambda group, number: None)
 
     def rank_of(rank: int, timeout: float) -> waits.Waits:
         backend = SimpleNamespace(abort=lambda: closed.append(rank))
         group, config = SimpleNamespace(_get_backend=lambda device: backend), SimpleNamespace(timeout=timeout)
         member: Any = SimpleNamespace(name="four", rank=rank, world_size=4, group=group, number=1, config=config)
         made = waits.Waits(member)
-        made.begin("dispatch")
+        made.begin("ep::dispatch")
         return made
 
     rank_of(1, 1.0).end(Never(looks=2))

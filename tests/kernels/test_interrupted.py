@@ -361,3 +361,23 @@ def test_a_refusal_heard_of_in_a_capture(failures: Failures, device: Device) -> 
     device.capturing = 0
     with pytest.raises(ValueError, match="rejected by rank 1: why"):
         failures.check()
+
+
+def test_a_rank_that_has_left(failures: Failures, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that waits for it long enough for a warning fails, with the reason of the rank that left."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: device.stream("alarm"))
+    own = 7 << marks.SHIFT | marks.pack("dispatch", 64)
+    first = 3 * sync.REPORT_WORDS
+
+    def waits() -> str | None:
+        failures.report._words[first : first + 8] = [1, sync.WAITING, 0, 0, 1, 0, own, 0]  # type: ignore[assignment]
+        return failures.waiting()
+
+    for gone in (None, lambda: None):
+        failures.gone = gone
+        assert "still waits for rank 1" in str(waits()) and kernels(device) == [] and not failures.has_failed()
+    failures.gone = lambda: "rank 1 left the block of the communicator: KeyError: 1"
+    assert failures.waiting() is None and kernels(device) == [], "nothing waits"
+    assert "still waits for rank 1" in str(waits()) and kernels(device) == ["RaiseAlarm"]
+    with pytest.raises(RuntimeError, match="rank 0: stopped because rank 1 left the block of the communicator: KeyErr"):
+        failures.check()

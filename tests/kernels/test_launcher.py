@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,19 +46,24 @@ def test_signature_follows_from_the_arguments(kernel: Any) -> None:
     assert args.ranks == RankArgs(*marked[:6]) and tuple(args[1:]) == marked[6:]
 
 
-def test_a_launcher_passes_arguments_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[Any, ...]] = []
+def launcher_of(table: torch.Tensor, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The launcher of rank 1, whose kernels append what they are given to ``calls``."""
     monkeypatch.setattr(launcher, "_template", launcher._template.__wrapped__)
     monkeypatch.setattr(jit, "get", lambda kernel, arch, capturing: lambda *given: calls.append(given))
     properties = SimpleNamespace(major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     for name, answer in (("_cuda_getDevice", lambda: 1), ("_cuda_getCurrentRawStream", lambda index: 77)):
         monkeypatch.setattr(torch._C, name, answer, raising=False)
-    table = torch.tensor([10, 20, 30])
     heap = SimpleNamespace(
         local=SimpleNamespace(device=torch.device("cuda", 1)), table=table, addresses=(10, 20, 30)
     )  # fmt: skip
-    made = launcher.Launcher(PROBLEM, heap, 132, (1, 5, 6))  # type: ignore[arg-type]
+    return launcher.Launcher(PROBLEM, heap, 132, (1, 5, 6))  # type: ignore[arg-type]
+
+
+def test_a_launcher_passes_arguments_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    table = torch.tensor([10, 20, 30])
+    made = launcher_of(table, calls, monkeypatch)
     rows = torch.zeros(4)
     bind = made.get(Pull, True, False, True)
     assert made.get(Pull, True, False, True) is bind
@@ -75,6 +81,20 @@ def test_a_launcher_passes_arguments_in_order(monkeypatch: pytest.MonkeyPatch) -
         launch(rows=rows)
     with pytest.raises(TypeError, match="'num_rows', 'slots', 'zeros', and 'blocks'"):
         bind(9, joining=4, expected=7, dealt=3, alignment=2, max_tokens=1)
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+def test_the_launch_of_a_foreign_kernel(dependent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests on GPUs occupy multiprocessors with it."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "gpu"))
+    from foreign import Foreign
+
+    calls: list[tuple[Any, ...]] = []
+    table = torch.tensor([10, 20, 30])
+    made = object.__new__(Foreign)
+    made.launcher, made.end = launcher_of(table, calls, monkeypatch), torch.zeros(1, dtype=torch.int64)
+    made.take(5, 1024, dependent)
+    assert calls == [(table.data_ptr(), 20, 1, 5, 6, 0, made.end.data_ptr(), 5, 77)]
 
 
 @pytest.mark.parametrize(("wire", "told"), [(Nvlink(), None), (Nvshmem("lib.bc"), nvshmem.register)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ from meta_kernels.arguments import (
 
 from ... import arrivals, symmetric
 from ...config import Config, Member, most_rows, most_token_rows
+from ...group import leaving, meeting
+from ...group.exchange import Exchange
 from ...records import (
     FLIGHTS,
     GROUPED,
@@ -103,6 +105,7 @@ class CuteBackend:
         self._config = config = member.config
         self._rank, self._device = member.rank, member.device
         self._local_experts = member.num_local_experts
+        self._exchange, self._number = Exchange(member.group, member.device), member.number
         self._problem = problem = problem_of(config)
         self._across = across(config)
         over_domains = self._across and config.wire == "nvshmem"
@@ -132,6 +135,8 @@ class CuteBackend:
         self._beside = ThroughputPath(self._side_launcher, outputs, self.budget, traffic, self._flights.side)
         self._order = FlightOrder(config.name)
         failures.turns = self._turns
+        if member.group is not None:
+            failures.gone = lambda: leaving.gone(self._exchange.group, member.number)
         failures.members = (0,) if member.group is None else dist.get_process_group_ranks(member.group)
         failures.watch(functools.partial(raise_alarm, self._launcher))
 
@@ -376,6 +381,15 @@ class CuteBackend:
         rows = self._rows.local.view(config.dtype).view(-1, config.hidden_size)
         return rows[:num_rows].detach()  # what autograd notes when it is written to ends with this tensor
 
+    def give_up(self, why: str) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+            self._failures.give_up(why)
+
+    @contextlib.contextmanager
+    def together(self, call: str, problem: str | None = None, values: Sequence[int] = ()) -> Iterator[Tensor]:
+        with self._exchange.turn:
+            yield meeting.meet(self._exchange, call, self._config.name, self._number, problem, values)
+
     def begin(self) -> None:
         """Raise what kernels reported, and check that no split operation is in progress. Called by every operator that
         is not split."""
@@ -468,6 +482,7 @@ class CuteBackend:
     def destroy(self, keep: bool) -> None:
         """Free the communicator. With ``keep``, memory is kept until the process ends."""
         self._failures.unwatch()
+        self._exchange.group = None
         if keep or self.has_failed():
             _kept.append((self.memory, self._rows, self._failures.report))
             return

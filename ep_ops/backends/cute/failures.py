@@ -50,6 +50,8 @@ class Failures:
     """The global rank of each rank of the communicator."""
     broken: str | None = None
     """Why this rank's host has ended the communicator (:meth:`give_up`), or None."""
+    gone: Callable[[], str | None] | None = None
+    """Returns why another rank has left without waiting for this one, or None."""
     turns: Callable[[str, int], int] | None = None
     """Function from operator and ``max_tokens`` to the number of kernel operations; None if unknown."""
 
@@ -181,7 +183,12 @@ class Failures:
         watch.unwatch(self)
 
     def waiting(self) -> str | None:
-        return self.report.waiting(self._config.name)
+        text = self.report.waiting(self._config.name)
+        why = self.gone() if text is not None and self.gone is not None else None
+        if why is not None:
+            with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+                self.give_up(f"stopped because {why}")
+        return text
 
     def failure(self) -> str | None:
         if not self.report.pending():

@@ -68,7 +68,7 @@ class Report:
             return None
         _, reason, flag, rank, peer, detail, expected, seen = self._record(_FAILED)
         epoch, own = self._unpack(expected)
-        doing = failure_text.in_operation(rank, own.kind, epoch)
+        doing = failure_text.in_operation(rank, f"ep::{own.kind}", epoch)
         if reason == sync.PEER_FAILED and flag == _NOT_BEGUN:
             doing = failure_text.before_operation(rank, epoch)
         if reason == sync.PEER_FAILED:
@@ -136,7 +136,7 @@ class Report:
         record = self._record(_LATE)
         self._words[_LATE] = 0
         epoch, own = self._unpack(record.mark)
-        doing = failure_text.in_operation(record.rank, own.kind, epoch)
+        doing = failure_text.in_operation(record.rank, f"ep::{own.kind}", epoch)
         whom = f"rank {record.peer} ({sync.FLAGS[record.flag]} flag)"
         return failure_text.still_waits(communicator, doing, whom, self._timeout)
 

@@ -4,6 +4,7 @@ its peers."""
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -41,6 +42,16 @@ def watch(backend: Watched) -> None:
         if _thread is None or not _thread.is_alive():
             _thread = threading.Thread(target=_look, name="ep_ops watch", daemon=True)
             _thread.start()
+
+
+def _forget_parent() -> None:
+    """Forget the backends of the process from which this one was forked, whose thread does not run here."""
+    global _lock, _thread
+    _lock, _thread = threading.Lock(), None
+    _watched.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
 
 
 def watched() -> list[Watched]:

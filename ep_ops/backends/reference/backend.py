@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -82,11 +82,17 @@ class ReferenceBackend:
     def _operation(self) -> Iterator[None]:
         """Run an operator that is neither start nor wait."""
         self._meeting.stage = "before"
-        self._waits.check()
-        if self.strict and not self._in_start:
-            self._order.check()
-        yield
-        self._meeting.stage = "settled"
+        with self.exchange.turn:
+            self._waits.check()
+            if self.strict and not self._in_start:
+                self._order.check()
+            yield
+            self._meeting.stage = "settled"
+
+    @contextlib.contextmanager
+    def together(self, call: str, problem: str | None = None, values: Sequence[int] = ()) -> Iterator[Tensor]:
+        with self.exchange.turn:
+            yield self._meeting.of_method(call, problem, values)
 
     # ------------------------------------------------------------------ operators
 
@@ -242,8 +248,11 @@ class ReferenceBackend:
             if started.get(flight) == whole:  # it has run; its results are discarded
                 del started[flight], self._ended[flight]
         elif not started or (part == "start" and flight not in started):  # else the other ranks reject it too
-            self._meeting.gather(whole, reason)
-            self._meeting.stage = "settled"
+            with self.exchange.turn:
+                self._meeting.gather(f"ep::{whole}", reason)
+
+    def give_up(self, why: str) -> None:
+        self._waits.give_up(why)
 
     def interrupted(
         self, operator: str, error: BaseException, again: Callable[[], Any], flight: int = 0, max_tokens: Any = 0

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import arrivals
+from ...group import meeting
 from ...records import TOKEN_MAJOR, Route
 from . import quantized
 from .transfer import Transfer
@@ -16,10 +17,6 @@ from .waits import Waits
 
 Stage = Literal["before", "within", "settled"]
 
-OPERATORS = (
-    "plan", "dispatch", "dispatch_dynamic", "dispatch_planned", "combine", "dispatch_backward", "combine_backward",
-    "combine_gathered",
-)  # fmt: skip
 NAMES = {**quantized.NAMES, "layout": ("grouped or padded", "token_major")}
 """Values that ranks exchange by index."""
 
@@ -72,9 +69,8 @@ class Meeting:
     def meet(self, operator: str, same: dict[str, int], own: Sequence[int], problem: str | None) -> Tensor:
         """Return ``own`` of all ranks, [W, len(own)], after checking that all run the same operator with equal ``same``
         and without a problem."""
-        gathered, refusals = self.gather(operator, problem, (*same.values(), *own))
+        gathered, refusals = self.gather(f"ep::{operator}", problem, (*same.values(), *own))
         if refusals:
-            self.stage = "settled"
             raise ValueError(f"{operator}: {problem}" if problem else f"{operator}: {'; '.join(refusals)}")
         for column, field in enumerate(same):
             values = gathered[:, column].tolist()
@@ -87,27 +83,21 @@ class Meeting:
                 )
         return gathered[:, len(same) : len(same) + len(own)]
 
-    def gather(self, operator: str, problem: str | None, values: Sequence[int] = ()) -> tuple[Tensor, list[str]]:
-        """Return ``values`` of all ranks, [W, at least as many], and the reasons of the ranks that reject it."""
-        self._waits.begin(operator)
-        message = [OPERATORS.index(operator), int(problem is not None), self._number, *values]
-        message += [0] * (9 + 2 * self._world_size - len(message))  # one length for all operators
+    def of_method(self, call: str, problem: str | None, values: Sequence[int]) -> Tensor:
+        """Meet before the exchanges of a method, and return ``values`` of all ranks."""
+        gathered, refusals = self.gather(call, problem, values)
+        self.stage = "settled"
+        if refusals:
+            raise ValueError(problem or "; ".join(refusals))
+        return gathered
+
+    def gather(self, call: str, problem: str | None, values: Sequence[int] = ()) -> tuple[Tensor, list[str]]:
+        """Return ``values`` of all ranks, [W, at least as many], and the reasons of the ranks that reject the call."""
+        self._waits.begin(call)
         self.stage = "within"
-        gathered = self._exchange.all_gather(torch.tensor(message, device="cpu")).cpu()
-        if len(set(gathered[:, 2].tolist())) > 1:
-            names = self._exchange.all_gather_text(self._name)
+        gathered, refusals, differ = meeting.gather(self._exchange, call, self._name, self._number, problem, values)
+        if differ or refusals:
             self.stage = "settled"
-            called = ", ".join(f"rank {rank}: {name!r}" for rank, name in enumerate(names))
-            raise RuntimeError(
-                f"ranks call operators of different communicators at the same time ({called}); all ranks must call"
-                " those of several communicators in one order"
-            )
-        operators, refusing = gathered[:, 0].tolist(), gathered[:, 1].nonzero().flatten().tolist()
-        if len(set(operators)) > 1 and not refusing:
-            self.stage = "settled"
-            running = ", ".join(f"rank {rank}: {OPERATORS[index]}" for rank, index in enumerate(operators))
-            raise RuntimeError(f"ranks run different operators at the same time ({running})")
-        if not refusing:
-            return gathered[:, 3:], []
-        reasons = self._exchange.all_gather_text(problem or "")
-        return gathered[:, 3:], [f"rejected by rank {rank}: {reasons[rank]}" for rank in refusing]
+        if differ:
+            raise RuntimeError(differ)
+        return gathered, refusals

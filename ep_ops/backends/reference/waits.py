@@ -8,6 +8,7 @@ up writes its cause there, and waiting ranks look for it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import time
 from datetime import timedelta
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ...config import Member, patience
 from ...group.exchange import Exchange
-from ...group.leaving import has_left, store_of
+from ...group.leaving import gone, has_left, store_of
 from .. import failure_text
 
 MOMENT = 1.0
@@ -38,18 +39,18 @@ class Waits:
         self._name, self._rank, self._world_size = member.name, member.rank, member.world_size
         self._group, self._number, self._timeout = member.group, member.number, member.config.timeout
         self._moment = min(self._timeout / 100, MOMENT)
-        self._operation, self._operator = 0, ""
+        self._operation, self._call = 0, ""
         self._warned = 0  # the last operation of which a warning has been logged
         self._raised = False
         self.failed: str | None = None
         """Text of the failure that has ended the communicator."""
 
-    def begin(self, operator: str) -> None:
-        """Count an operation, before it meets the other ranks."""
+    def begin(self, call: str) -> None:
+        """Count an operation, before it meets the other ranks. ``call``: its name, such as "ep::dispatch"."""
         self.check()
-        self._operation, self._operator = self._operation + 1, operator
+        self._operation, self._call = self._operation + 1, call
 
-    def check(self, cause: Exception | None = None) -> None:
+    def check(self, cause: BaseException | None = None) -> None:
         """Raise the failure, if any."""
         if self.failed is not None:
             self._raised = True
@@ -77,6 +78,14 @@ class Waits:
         Raises:
             RuntimeError: this rank or another one has given up.
         """
+        try:
+            self._end(work)
+        except RuntimeError:
+            if not work.is_completed():
+                _keep(self._group)
+            raise
+
+    def _end(self, work: Any) -> None:
         begun = time.monotonic()
         error: Exception | None = None
         try:
@@ -88,11 +97,14 @@ class Waits:
                     return
                 self._hear(self._doing())
                 self.check()
+                if (why := gone(self._group, self._number)) is not None:
+                    self._fail(failure_text.stopped(self._doing(), why))
+                    self.check()
                 if time.monotonic() - begun > patience(self._timeout):
                     self._warn()
         except RuntimeError as caught:
             if self.failed is not None:
-                raise
+                self.check(caught if str(caught) != self.failed else caught.__cause__)
             error = caught
         # The collective's own deadline is the same, so either may come first.
         if error is None or time.monotonic() - begun > 0.99 * self._timeout:
@@ -104,7 +116,7 @@ class Waits:
         self.check(error)
 
     def _doing(self) -> str:
-        return failure_text.in_operation(self._rank, self._operator, self._operation)
+        return failure_text.in_operation(self._rank, self._call, self._operation)
 
     def _warn(self) -> None:
         """Log once for each operation which ranks this rank waits for. Raise if one of them will never come."""
@@ -205,6 +217,12 @@ def _ended(work: Any, seconds: float) -> bool:
             return False
         work.wait()  # it may have succeeded in the meantime
     return True
+
+
+def _keep(group: Any) -> None:
+    """Never destroy a process group. Closing its connections does not end a collective that waits to send, and the
+    destructor would wait for it until its deadline."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _named(ranks: dict[int, str]) -> str:

@@ -173,7 +173,8 @@ class Buffer(LowLatency):
 
         bound = num_worst_tokens // self.group_size if num_worst_tokens else self.max_tokens_per_rank
         room: dict[str, Any] = {"capacity": num_worst_tokens} if num_worst_tokens else {"exact": True}
-        with own.informing("dispatch", "dispatch" if num_worst_tokens else "dispatch_dynamic", bound, bound is None):
+        operator = "dispatch" if num_worst_tokens else "dispatch_dynamic"
+        with own.informing("dispatch", operator, bound, bound is None):
             if num_tokens_per_expert is None or num_tokens_per_rank is None or is_token_in_rank is None:
                 raise ValueError(
                     "num_tokens_per_rank, num_tokens_per_expert or is_token_in_rank is None; call get_dispatch_layout"
@@ -188,7 +189,7 @@ class Buffer(LowLatency):
             asked = format_of(rows, scales)
         if bound is None:
             bound = own.agreed(rows.shape[0], rows.device)
-        comm = own.of(rows, num_experts, ids.shape[1], bound, "dispatch")
+        comm = own.of(rows, num_experts, ids.shape[1], bound, "dispatch", operator)
         sent = comm.dispatch(rows, ids, topk_weights, layout="token_major", max_tokens=bound, **room, **asked)
         counts: list[int] = []
         if not num_worst_tokens:

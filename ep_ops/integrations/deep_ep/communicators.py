@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_ops.communicator import Communicator
+from ep_ops.communicator import Communicator, together
+from ep_ops.group import meeting
 from ep_ops.group.exchange import Exchange
 from ep_ops.nn.sums import sum_rows
 from ep_ops.operators.rejection import reject
@@ -53,13 +54,26 @@ class Communicators:
         if method in self._latest:
             refuse_experts(num_experts, self._group.size())
 
-    def of(self, x: Tensor, num_experts: int, top_k: int, max_tokens: int, method: str = "") -> Communicator:
+    def of(
+        self, x: Tensor, num_experts: int, top_k: int, max_tokens: int, method: str = "", operator: str = "dispatch"
+    ) -> Communicator:
         """Return the communicator for rows like ``x`` [., H] (bfloat16 if quantized) and at least ``max_tokens`` per
-        rank. ``method``: the method that is called, if this is its first communicator."""
+        rank.
+
+        Args:
+            method: the method that is called, if this is its first communicator.
+            operator: operator that the caller runs next. Ranks whose ``max_tokens`` is not too large for the living
+                communicator run it at once.
+
+        Raises:
+            ValueError: ranks pass different ``max_tokens``, of which some are too large for the living communicator.
+        """
         dtype = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
         key = (x.shape[1], num_experts, top_k, dtype, x.device)
         found = self._made.get(key)
         if found is None or found.max_tokens_per_rank < max_tokens:
+            if found is not None:
+                _agree_on(found, operator, max_tokens)
             if found is not None and found not in self._captured:
                 found.destroy()  # its routes remain valid with its successor
             ranks = self._group.size()
@@ -81,16 +95,20 @@ class Communicators:
     def agreed(self, tokens: int, device: torch.device, problem: Exception | None = None) -> int:
         """Return the largest number of tokens of any rank. Waits for all ranks, which raise if one has a problem."""
         exchange = Exchange(self._group, device)
-        counts = exchange.all_gather(torch.tensor(-1 if problem else tokens, device="cpu"))
-        if bool((counts < 0).any()):
-            texts = exchange.all_gather_text(str(problem or ""))
-            refusals = [f"rejected by rank {rank}: {text}" for rank, text in enumerate(texts) if text]
-            raise problem or ValueError("; ".join(refusals))
-        return int(counts.max())
+        text = None if problem is None else str(problem)
+        try:
+            with exchange.turn:
+                found = meeting.meet(exchange, "Buffer.dispatch", problem=text, values=(tokens,))
+        except ValueError as error:
+            raise (problem or error) from None
+        return int(found[:, 0].max())
 
     def total(self, counts: Tensor) -> Tensor:
         """Return the sum over ranks. Waits for all ranks."""
-        return Exchange(self._group, counts.device).all_gather(counts).sum(0)
+        exchange = Exchange(self._group, counts.device)
+        with exchange.turn:
+            meeting.meet(exchange, "Buffer.dispatch: counts of experts")
+            return exchange.all_gather(counts).sum(0)
 
     def combined(
         self, x: Tensor, route: Route, num_experts: int, bias: Bias = None, slots: Tensor | None = None,
@@ -137,6 +155,14 @@ class Communicators:
         self._captured.clear()
         self._made.clear()
         self._latest.clear()
+
+
+def _agree_on(comm: Communicator, operator: str, max_tokens: int) -> None:
+    """Raise ValueError on all ranks unless all call an operator with the same ``max_tokens``."""
+    with together(comm, f"ep::{operator}", values=(max_tokens,)) as found:
+        bounds = found[:, 0].tolist()
+    if len(set(bounds)) > 1:
+        raise ValueError(f"{operator}: ranks disagree on max_tokens: {bounds} by rank; all ranks must pass the same")
 
 
 def _capturing(device: torch.device) -> bool:

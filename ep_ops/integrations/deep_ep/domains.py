@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ep_ops.group import meeting
 from ep_ops.group.exchange import Exchange
 from ep_ops.group.topology import divide, gpu_facts
 
@@ -20,7 +21,10 @@ def get_physical_domain_size(group: Any) -> tuple[int, int]:
         ValueError: the domains have unequally many ranks.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    domains = divide(Exchange(group, device).all_gather_object(gpu_facts(device)), None)
+    exchange = Exchange(group, device)
+    with exchange.turn:
+        meeting.meet(exchange, "get_physical_domain_size")
+        domains = divide(exchange.all_gather_object(gpu_facts(device)), None)
     return len(domains), len(domains[0])
 
 

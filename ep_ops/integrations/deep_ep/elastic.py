@@ -215,7 +215,8 @@ class ElasticBuffer:
 
         most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
         align, sync = expert_alignment or 1, do_cpu_sync is None or do_cpu_sync
-        with own.informing("dispatch", "dispatch_dynamic" if sync else "dispatch", most):
+        operator = "dispatch_dynamic" if sync else "dispatch"
+        with own.informing("dispatch", operator, most):
             if topk_idx is None or num_experts is None or most <= 0:
                 raise ValueError(
                     f"topk_idx or num_experts is None, or num_max_tokens_per_rank is {most}; all of them are needed"
@@ -223,7 +224,7 @@ class ElasticBuffer:
             check_tokens(rows, topk_idx)
             own.refuse_experts("dispatch", num_experts)
             asked = format_of(rows, scales, columns)
-        comm = own.of(rows, num_experts, topk_idx.shape[1], most, "dispatch")
+        comm = own.of(rows, num_experts, topk_idx.shape[1], most, "dispatch", operator)
         layout: dict[str, Any] = {"alignment": align, "zeros": True} if do_expand else {"layout": "token_major"}
         sent = comm.dispatch(rows, topk_idx, topk_weights, max_tokens=most, exact=sync, **layout, **asked)
         route, local_idx = sent.route, sent.local_idx
