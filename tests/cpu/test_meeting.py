@@ -66,7 +66,8 @@ def test_routes_of_equal_sums() -> None:
     meeting._rows, meeting._rank, meeting._world_size = rows, 0, 3
     meeting.meet = lambda *args: torch.cat([goes, comes.T], 1)
     route: Any = SimpleNamespace(max_tokens=4, topk_idx=torch.zeros(4, 2), arrivals=None)
-    with mock.patch.object(arrivals, "known", lambda lists, ranks: torch.empty(0, 2)):
+    known, consistent = lambda lists, ranks: torch.empty(0, 2), lambda lists, ranks: True
+    with mock.patch.multiple(arrivals, known=known, are_consistent=consistent):
         with pytest.raises(RuntimeError, match="combine: rank 0 sends 1 rows to rank 1, which expects 2"):
             meeting.along("combine", {}, route)
 
