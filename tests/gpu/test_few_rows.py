@@ -156,15 +156,15 @@ def test_compiled(dynamic, seed):
 def test_layers(seed):
     """A token's result has the same bits in every batch and with gradients. "auto" runs the same kernels."""
     rank, world_size = ranks()
-    sizes = dict(num_experts=6 * world_size, hidden_size=256, top_k=3, max_tokens_per_rank=64)
+    sizes = dict(num_experts=6 * world_size, hidden_size=256, top_k=3, max_tokens_per_rank=256)
     with make_comm("cute", "few_rows", None, **sizes) as comm:
         memory, auto = (Experts(comm, 128, gemms=gemms, seed=seed) for gemms in ("memory", "auto"))
         generator = torch.Generator(device="cuda").manual_seed(seed + rank)
-        x = torch.randn(64, 256, generator=generator, device="cuda").bfloat16()
-        weights, ids = torch.rand(64, comm.num_experts, generator=generator, device="cuda").topk(3)
+        x = torch.randn(256, 256, generator=generator, device="cuda").bfloat16()
+        weights, ids = torch.rand(256, comm.num_experts, generator=generator, device="cuda").topk(3)
         whole = memory(x, ids, weights).detach()
         with torch.no_grad():
-            for tokens in (0, 1, 7, 64):
+            for tokens in (0, 1, 7, 64, 256):
                 for layer in (memory, auto):
                     out = layer(x[:tokens], ids[:tokens], weights[:tokens], max_tokens=max(tokens, 1))
                     assert torch.equal(out, whole[:tokens])

@@ -66,6 +66,19 @@ def test_weights_in_another_order_are_copied(launched: list[tuple[Any, ...]]) ->
     assert not kernel.transposed and tensors[1].is_contiguous() and torch.equal(tensors[1], w_in)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weights_at_odd_addresses_are_copied(transposed: bool, launched: list[tuple[Any, ...]]) -> None:
+    """As views of a flat parameter may be."""
+    odd = []
+    for w in weights(False):
+        stored = w.mT if transposed else w
+        view = torch.zeros(w.numel() + 1, dtype=w.dtype)[1:].view(stored.shape)
+        odd.append(view.mT if transposed else view)
+    run(8, local_kernels.Share(2, 2, 1), tuple(odd))
+    for kernel, _, _, tensors, _ in launched:
+        assert kernel.transposed == transposed and tensors[1].data_ptr() % 16 == 0 and tensors[1].is_contiguous()
+
+
 def test_nothing_to_compute(launched: list[tuple[Any, ...]]) -> None:
     run(0, local_kernels.Share(2, 2, 1), weights(False))
     run(8, local_kernels.Share(0, 2, 1), weights(False))
