@@ -196,6 +196,26 @@ def test_bits_of_a_token_are_its_own(ranks: int) -> None:
             assert torch.equal(out, results[0][3][: out.shape[0]])
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_layer(dynamic: bool) -> None:
+    """In one graph, without gradients and with them: the same bits, and the gradients of an eager layer."""
+    torch._dynamo.reset()
+    with communicator(alignment=4) as comm:
+        layer = Experts(comm, F, gemms="memory", seed=3)
+        compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        with torch.no_grad():
+            for count in (3, 7):
+                given = tokens(comm, count)
+                assert torch.equal(compiled(*given, max_tokens=8), layer(*given, max_tokens=8))
+        x, ids, weights = tokens(comm, 24)
+        found = []
+        for run in (layer, compiled):
+            leaves = [x.clone().requires_grad_(), *layer.parameters()]
+            out = run(leaves[0], ids, weights)
+            found.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
 def test_which_gemms_run() -> None:
     """By name, sizes and gradients; "auto" on the backend of kernels alone."""
     with communicator() as comm:
