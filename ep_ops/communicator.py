@@ -498,6 +498,8 @@ class Communicator(Methods):
         self.destroyed = True
         self.calls.forget()  # so that every later call asks the registry
         registry.remove(self.name)
+        for key in [key for key, comm in _shared.items() if comm is self]:
+            del _shared[key]  # it holds the process group
         unsaid = None
         missing: list[int] = []
         try:

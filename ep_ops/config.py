@@ -304,6 +304,11 @@ def configured(who: str, config: Config | None, given: Mapping[str, Any]) -> Con
         return Config(**given)
     if not isinstance(config, Config):
         raise TypeError(f"{who}: config is {config!r}; expected an ep_ops.Config, or options by name")
+    if type(config) is not Config:
+        raise TypeError(
+            f"{who}: config is a {type(config).__name__}, whose other options it would ignore; expected an"
+            " ep_ops.Config, such as config.of_communicator()"
+        )
     return dataclasses.replace(config, **given)
 
 

@@ -48,6 +48,8 @@ class Budget:
         self.beyond, self.modelled = beyond, modelled
         self.asked: tuple[int | None, int | None] = (None, None)
         """What :meth:`changed` was last given for dispatch and combine, and has not been left yet."""
+        self._blocks: list[list[int | None]] = []
+        self._usual: dict[str, object] = {}
 
     @contextlib.contextmanager
     def changed(self, dispatch: int | None, combine: int | None) -> Iterator[None]:
@@ -59,19 +61,28 @@ class Budget:
             )
         _check("dispatch", dispatch, 1, self.most_dispatch)
         _check("combine", combine, 2, self.most_combine)
-        before, outer = dict(vars(self)), self.asked
-        if dispatch is not None:
-            self.dispatch = dispatch
-            self.beyond, self.modelled = 0, (False, self.modelled[1])
-        if combine is not None:
-            self.combine = self.gather = combine
-            self.scaled = min(combine, self.most_dispatch)
-            self.modelled = self.modelled[0], False
-        self.asked = outer[0] if dispatch is None else dispatch, outer[1] if combine is None else combine
+        if not self._blocks:
+            self._usual = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        block = [dispatch, combine]
+        self._set([*self._blocks, block])
         try:
             yield
-        finally:
-            vars(self).update(before)
+        finally:  # blocks of generators can end in any order
+            self._set([other for other in self._blocks if other is not block])
+
+    def _set(self, blocks: list[list[int | None]]) -> None:
+        """Apply the changes of the blocks that have not ended, in the order of their begins."""
+        vars(self).update(self._usual)
+        self._blocks = blocks
+        for dispatch, combine in blocks:
+            if dispatch is not None:
+                self.dispatch = dispatch
+                self.beyond, self.modelled = 0, (False, self.modelled[1])
+            if combine is not None:
+                self.combine = self.gather = combine
+                self.scaled = min(combine, self.most_dispatch)
+                self.modelled = self.modelled[0], False
+            self.asked = self.asked[0] if dispatch is None else dispatch, self.asked[1] if combine is None else combine
 
 
 def _check(name: str, value: int | None, least: int, most: int) -> None:

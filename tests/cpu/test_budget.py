@@ -244,3 +244,23 @@ def test_the_reference_takes_any(comm):
         pass
     with pytest.raises(ValueError, match="dispatch is 0"), comm.sm_budget(dispatch=0):
         pass
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
+def test_blocks_that_end_in_any_order(order: tuple[int, ...]) -> None:
+    """As those of generators that take turns: what is left is that of the other blocks, and at the end the default."""
+    budget = Budget(24, 96, modelled=(True, True))
+    before = {name: value for name, value in vars(budget).items() if name[0] != "_"}
+    given: list[tuple[int | None, int | None]] = [(16, None), (8, 40), (None, 32)]
+    blocks = [budget.changed(*limits) for limits in given]
+    for block in blocks:
+        block.__enter__()
+    ended: set[int] = set()
+    for index in order:
+        blocks[index].__exit__(None, None, None)
+        ended.add(index)
+        left = [limits for other, limits in enumerate(given) if other not in ended]
+        dispatch = next((limit for limit, _ in reversed(left) if limit is not None), 24)
+        combine = next((limit for _, limit in reversed(left) if limit is not None), 96)
+        assert (budget.dispatch, budget.combine) == (dispatch, combine)
+    assert {name: value for name, value in vars(budget).items() if name[0] != "_"} == before

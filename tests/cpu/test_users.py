@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -156,6 +158,43 @@ def test_shared() -> None:
     again = ep_ops.Communicator.shared(**SIZES, experts_per_rank=[6])
     assert again is not first and not again.destroyed
     again.destroy(), other.destroy()
+
+
+def test_a_configuration_with_more_options() -> None:
+    """A Communicator and memory_plan would ignore them."""
+    sizes = {name: value for name, value in SIZES.items() if name != "device"}
+    config = MoECommunicatorConfig(**sizes, placement=[*range(6), 0])
+    for call in (ep_ops.Communicator, ep_ops.Communicator.shared, ep_ops.memory_plan):
+        given = {"world_size": 1} if call is ep_ops.memory_plan else {"device": "cpu"}
+        with pytest.raises(TypeError, match="config is a MoECommunicatorConfig, whose other options it would ignore"):
+            call(config=config, **given)
+        made = call(config=config.of_communicator(), **given)
+        if call is not ep_ops.memory_plan:
+            assert made.num_experts == 7
+            made.destroy()
+
+
+def groups_after_destroy() -> list[bool]:
+    """Whether a process group is still alive when a communicator of it was destroyed, which somebody still holds."""
+    alive = []
+    for make in (ep_ops.Communicator, ep_ops.Communicator.shared):
+        group = dist.new_group([0, 1])
+        comm = make(group, **SIZES)
+        x, idx = torch.zeros(2, SIZES["hidden_size"], dtype=comm.dtype), torch.zeros(2, 2, dtype=torch.int32)
+        idx[:, 1] = 1
+        comm.dispatch(x, idx)
+        comm.destroy()
+        dist.destroy_process_group(group)
+        held = weakref.ref(group)
+        del group
+        gc.collect()
+        alive.append(held() is not None)
+    return alive
+
+
+def test_no_process_group_outlives_destroy() -> None:
+    """Its threads would."""
+    assert run_ranks(2, groups_after_destroy) == [[False, False]] * 2
 
 
 def unequal_pasts() -> tuple[bool, list[str]]:

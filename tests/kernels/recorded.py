@@ -38,7 +38,10 @@ class Device:
 
     def stream(self, name: str) -> Any:
         return SimpleNamespace(
-            name=name, cuda_stream=name, wait_event=lambda event: self.done.append(("waits for", name, event.number))
+            name=name,
+            cuda_stream=name,
+            wait_event=lambda event: self.done.append(("waits for", name, event.number)),
+            synchronize=lambda: self.done.append(("synchronizes", name, None)),
         )
 
     def event(self) -> Any:

@@ -86,7 +86,7 @@ class Failures:
     def check(self, failures_alone: bool = False) -> None:
         """Raise what was reported: RuntimeError for a failure, ValueError for a rejection by this rank or another one.
 
-        While a CUDA graph is captured, device memory cannot be read, so a rejection by another rank is raised by a
+        While a CUDA graph is captured, device memory is neither read nor written, so rejections are raised by a
         later call.
         """
         if self.broken is None and not self.report.pending():
@@ -112,11 +112,11 @@ class Failures:
                 )
                 return self.check()
             raise ValueError(f"communicator {self._config.name!r}: {why}")
-        refused = self.report.refused()
+        refused = None if torch.cuda.is_current_stream_capturing() else self.report.refused()
         if refused is not None:
-            # Not on the current stream: while that is captured nothing runs on it.
             with torch.cuda.device(self._device), torch.cuda.stream(self._resets):
-                self._state[REFUSED : REFUSED + 1].zero_()  # a launch: copies from the host are not allowed then
+                self._state[REFUSED : REFUSED + 1].zero_()
+            self._resets.synchronize()  # so that kernels on any stream that are launched later report again
             raise ValueError(f"communicator {self._config.name!r}: {refused}")
 
     def _turns_of(self, terms: marks.Terms) -> int:

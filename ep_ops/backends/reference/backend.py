@@ -291,7 +291,7 @@ class ReferenceBackend:
 
     def destroy(self, keep: bool) -> None:
         """Release the process group, whose threads would otherwise live into Python's finalization."""
-        self.exchange.group = None
+        self.exchange.group = self._waits.group = None
 
 
 class PreparedRun:

@@ -37,7 +37,7 @@ class Waits:
 
     def __init__(self, member: Member) -> None:
         self._name, self._rank, self._world_size = member.name, member.rank, member.world_size
-        self._group, self._number, self._timeout = member.group, member.number, member.config.timeout
+        self.group, self._number, self._timeout = member.group, member.number, member.config.timeout
         self._moment = min(self._timeout / 100, MOMENT)
         self._operation, self._call = 0, ""
         self._warned = 0  # the last operation of which a warning has been logged
@@ -82,7 +82,7 @@ class Waits:
             self._end(work)
         except RuntimeError:
             if not work.is_completed():
-                _keep(self._group)
+                _keep(self.group)
             raise
 
     def _end(self, work: Any) -> None:
@@ -97,7 +97,7 @@ class Waits:
                     return
                 self._hear(self._doing())
                 self.check()
-                if (why := gone(self._group, self._number)) is not None:
+                if (why := gone(self.group, self._number)) is not None:
                     self._fail(failure_text.stopped(self._doing(), why))
                     self.check()
                 if time.monotonic() - begun > patience(self._timeout):
@@ -124,7 +124,7 @@ class Waits:
             return
         self._warned = self._operation
         missing = self._missing()
-        if any(has_left(self._group, self._number, rank) for rank in missing):
+        if any(has_left(self.group, self._number, rank) for rank in missing):
             self._fail(f"{self._doing()}, {failure_text.waited(_named(missing), patience(self._timeout))}")
             self.check()
         logger.warning(failure_text.still_waits(self._name, self._doing(), _named(missing), self._timeout))
@@ -149,7 +149,7 @@ class Waits:
         missing = {}
         for rank in range(self._world_size):
             if rank != self._rank and int(self._read(f"at/{rank}") or 0) < self._operation:
-                left = has_left(self._group, self._number, rank)
+                left = has_left(self.group, self._number, rank)
                 missing[rank] = f"rank {rank}{', which has called destroy' * left}"
         return missing
 
@@ -171,7 +171,7 @@ class Waits:
         """Close this rank's connections, which ends the collectives in progress on all ranks. The process group is out
         of step, and destroying it would wait for these collectives."""
         with contextlib.suppress(RuntimeError):
-            self._group._get_backend(torch.device("cpu")).abort()
+            self.group._get_backend(torch.device("cpu")).abort()
 
     def _read(self, key: str) -> str | None:
         if not self._ask("check", [key]):
@@ -182,7 +182,7 @@ class Waits:
     def _ask(self, method: str, *args: Any) -> Any:
         """Return the store's answer, or None if it cannot be reached, for instance because its rank has died."""
         try:
-            return getattr(store_of(self._group, self._number), method)(*args)
+            return getattr(store_of(self.group, self._number), method)(*args)
         except (RuntimeError, ValueError, KeyError, TypeError):  # TypeError: a group without a store (MPI)
             return None
 
