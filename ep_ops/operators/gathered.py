@@ -45,9 +45,8 @@ define(
 )  # fmt: skip
 
 
-def lowering(default: Callable[..., Any], in_sequence: Callable[[Any], None]) -> Callable[..., Any]:
-    """Return the lowering of a gathering combine, which is ``default`` if its input cannot be written in place.
-    ``in_sequence`` is called with the kernel that allocates the memory, directly before the operator's own kernel."""
+def lowering(default: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the lowering of a gathering combine, which is ``default`` if its input cannot be written in place."""
     from torch._inductor import ir
     from torch._inductor.lowering import fallback_handler
     from torch._inductor.virtualized import V
@@ -61,8 +60,6 @@ def lowering(default: Callable[..., Any], in_sequence: Callable[[Any], None]) ->
             return default(y, *along)
         rows = ask(topk_idx, *y.get_size(), y.get_dtype(), along[-1])
         memory = rows.data.data
-        memory.has_side_effects = lambda: True
-        in_sequence(memory)
         graph.never_reuse_buffers.add(memory.get_name())
         made: Any = y.data.data if _is_alone(graph, y) else None
         if not isinstance(made, (ir.ComputedBuffer, ir.ExternKernelOut)) or not made.get_layout().is_contiguous():
@@ -74,6 +71,7 @@ def lowering(default: Callable[..., Any], in_sequence: Callable[[Any], None]) ->
         graph.additional_buffer_deps[made.get_operation_name()].add(memory.get_name())
         return default(y, *along)
 
+    lower._is_fallback_handler = True  # type: ignore[attr-defined]
     return lower
 
 

@@ -1,24 +1,27 @@
-"""Keep the order in which compiled graphs run the ep operators.
+"""Keep the order in which compiled graphs communicate with other ranks.
 
-All ranks must run the operators in the order of the program. Inductor treats them as functions without effects: it
-sorts them by the sizes of the rank's own tensors, and removes those whose results are not used (on a rank without
-tokens). Ranks that compiled for different sizes, or one that runs eagerly, would then call different operators at the
-same time. Therefore each operator of a graph, whatever its communicator, waits for the one before it and is never
-removed. This costs no time, because they run on one stream. Subgraphs (branches of torch.cond) have sequences of their
-own.
+All ranks must run the ep operators, and PyTorch's collectives in the same graph, in the order of the program. Inductor
+treats them as functions without effects: it sorts them by the sizes of the rank's own tensors, and removes those whose
+results are not used (on a rank without tokens). Ranks that compiled for different sizes, or one that runs eagerly,
+would then communicate in different orders and wait for each other. Therefore each node of a graph that communicates,
+whatever its communicator or process group, waits for the one before it and is never removed. This costs no time,
+because the ep operators run on one stream. Each subgraph (a branch of torch.cond) has a sequence of its own, and its
+call has a place in the sequence of the caller. Graphs without ep operators are not changed.
 
 The program's work between the start and the wait of a split operation (``SPLIT``) stays between them; Inductor would
 move it before the start or after the wait. The inputs of a start are not overwritten before the wait, which takes the
 same tensors; if the wait is in another graph, they are never overwritten.
 
-Inductor has no public interface for this. On untested versions of torch, nothing is changed, and a warning is issued.
+Inductor has no public interface for this. Its options for passes are context variables, which other threads and tasks
+do not see and which a user may set; so functions of Inductor are wrapped instead, once for the process. On untested
+versions of torch, nothing is changed, and a warning is issued.
 """
 
 from __future__ import annotations
 
-import bisect
 import functools
 import hashlib
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -27,12 +30,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import _disable_current_modes
 
 import meta_kernels
 
-from . import gathered, partition, table
+from . import collectives, gathered, partition, table
 
 TRIED = ("2.11", "2.16")  # first supported torch release, and first untested one
 
@@ -46,9 +50,9 @@ SOURCES = (Path(__file__).parents[1], Path(meta_kernels.__file__).parent)
 _CAT = torch.ops.aten.cat.default
 _POSITION = "ep_position"  # key in a node's meta: position in the program
 _BETWEEN = "ep_between"  # key in a node's meta: tickets of the split operations in progress
+_installing = threading.Lock()
 _installed = False
-_starts: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
-_sequences: weakref.WeakKeyDictionary[Any, list[tuple[float, str, str]]] = weakref.WeakKeyDictionary()
+_sequences: weakref.WeakKeyDictionary[Any, _Sequence] = weakref.WeakKeyDictionary()
 
 
 def install() -> None:
@@ -57,7 +61,13 @@ def install() -> None:
     global _installed
     if _installed:
         return
-    _installed = True
+    with _installing:
+        if not _installed:
+            _try_to_install()
+        _installed = True
+
+
+def _try_to_install() -> None:
     version = TorchVersion(torch.__version__)
     if version < TRIED[0] or version >= TRIED[1]:
         _warn(f"this is torch {version}; supported: {TRIED[0]} up to, not including, {TRIED[1]}")
@@ -88,58 +98,115 @@ def digest_of(folders: tuple[Path, ...]) -> str:
     return digest.hexdigest()
 
 
+def hooks() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Return (owner, name, wrapper) of the functions of PyTorch that are wrapped. A wrapper takes the function and its
+    arguments.
+
+    Raises:
+        AttributeError, ImportError: this version of PyTorch lacks something.
+    """
+    from torch._inductor import codecache, compile_fx, graph
+    from torch._inductor.fx_passes import post_grad
+
+    return [
+        (codecache.FxGraphHashDetails, "__init__", _add_digest),
+        (compile_fx, "_recursive_joint_graph_passes", _record_split),
+        (compile_fx, "_recursive_post_grad_passes", _number),
+        (post_grad, "reorder_for_locality", _keep_order),
+        (graph.GraphLowering, "run_node", _in_sequence),
+        *partition.hooks(),
+    ]
+
+
 def _install() -> None:
-    from torch._inductor import config, decomposition, lowering
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-    from torch._inductor.virtualized import V
+    from torch._inductor import decomposition, lowering
 
+    functions = [(owner, name, getattr(owner, name), wrapper) for owner, name, wrapper in hooks()]
+    lowerings: dict[Any, Any] = {op: lowering.fallback_handler(op) for op in OPERATORS}
+    gathering = torch.ops.ep.combine_gathered.default
+    lowerings[gathering] = gathered.lowering(lowerings[gathering])
     partition.install()
-
-    class Pass(CustomGraphPass):
-        """``run``, after the passes that are there already (``earlier``)."""
-
-        def __init__(self, run: Callable[[torch.fx.Graph], None], earlier: Any) -> None:
-            self.run = run
-            self.earlier = earlier if isinstance(earlier, (list, tuple)) else [earlier] if earlier else []
-
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            for other in self.earlier:
-                other(graph)
-            self.run(graph)
-
-        def uuid(self) -> Any:
-            """Part of the key of compiled graphs in caches; None (not cacheable) if ``earlier`` has none. What is
-            cached depends on this pass, on lowerings, gradients and fakes, so the key follows from all sources."""
-            others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.earlier]
-            return None if None in others else (f"ep_ops.{self.run.__name__} {digest_of(SOURCES)}", *others)
-
-    for op in OPERATORS:
-        default = lowering.fallback_handler(op)
-        if op is torch.ops.ep.combine_gathered.default:
-            default = gathered.lowering(default, lambda kernel: _place(V.graph, kernel, before=0.5))
-        lowering.lowerings[op] = _in_sequence(op, default)
+    lowering.lowerings.update(lowerings)
     decomposition.decompositions[_CAT] = _keep_empty(decomposition.decompositions[_CAT])
-    config.joint_custom_pre_pass = Pass(_number, config.joint_custom_pre_pass)
-    config.post_grad_custom_pre_pass = Pass(_restore_split, config.post_grad_custom_pre_pass)
+    for owner, name, function, wrapper in functions:
+        setattr(owner, name, _wrapped(function, wrapper))
 
 
-def _number(graph: torch.fx.Graph) -> None:
-    """Record the order of the program in the nodes, before passes move them."""
-    position = 0
-    started: list[str] = []
+def _wrapped(function: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(function, *args, **kwargs)
+
+    return run
+
+
+def _add_digest(init: Callable[..., None], details: Any, *args: Any, **kwargs: Any) -> None:
+    """Make all sources part of the key of compiled graphs in caches. What is cached depends on these hooks, and on
+    lowerings, gradients and fakes."""
+    init(details, *args, **kwargs)
+    details.ep_ops = digest_of(SOURCES)
+
+
+def _record_split(passes: Callable[..., Any], module: GraphModule, *args: Any, **kwargs: Any) -> Any:
+    """Record which nodes are between the start and the wait of a split operation, before passes move them."""
+    for graph in collectives.graphs_of(module):
+        started: list[str] = []
+        for node in graph.nodes:
+            if node.target in SPLIT and node.args[0].name in started:
+                started.remove(node.args[0].name)
+            if started and node.op == "call_function":
+                node.meta[_BETWEEN] = tuple(started)
+            if node.target in SPLIT.values():
+                started.append(node.name)
+    return passes(module, *args, **kwargs)
+
+
+def _number(passes: Callable[..., None], module: GraphModule, *args: Any, **kwargs: Any) -> None:
+    """Record the order of the program in the nodes that communicate, before passes move them."""
+    graphs = collectives.graphs_of(module)
+    if collectives.has_operators(graphs):
+        for graph in graphs:
+            _restore_split(graph)
+            for position, node in enumerate(filter(collectives.communicates, graph.nodes)):
+                node.meta[_POSITION] = position
+    passes(module, *args, **kwargs)
+
+
+def _keep_order(reorder: Callable[[Graph], None], graph: Graph) -> None:
+    """Let Inductor move nodes of a graph for inference towards their users, except nodes that communicate."""
+    numbered = [node for node in graph.nodes if _POSITION in node.meta]
+    reorder(graph)
+    _restore(graph, numbered)
+    _restore_split(graph)
+
+
+def _restore(graph: Graph, order: list[Node]) -> None:
+    """Put nodes back into their order, each behind the nodes that it needs."""
+    arranged: dict[Node, None] = {}
+
+    def arrange(node: Node) -> None:
+        pending = [node]
+        while pending:
+            needed = [given for given in pending[-1].all_input_nodes if given not in arranged]
+            pending.extend(needed)
+            if not needed:
+                arranged[pending.pop()] = None
+
+    ordered, remaining = set(order), iter(order)
     for node in graph.nodes:
-        if node.target in SPLIT and node.args[0].name in started:
-            started.remove(node.args[0].name)
-        if started and node.op == "call_function":
-            node.meta[_BETWEEN] = tuple(started)
-        if node.target in SPLIT.values():
-            started.append(node.name)
-        if node.target in OPERATORS:
-            node.meta[_POSITION] = position
-            position += 1
+        if node in ordered and node not in arranged:
+            for earlier in remaining:
+                arrange(earlier)
+                if earlier is node:
+                    break
+        arrange(node)
+    nodes = list(arranged)
+    for before, node in zip(nodes[:-1], nodes[1:], strict=True):
+        if before.next is not node:
+            before.append(node)
 
 
-def _restore_split(graph: torch.fx.Graph) -> None:
+def _restore_split(graph: Graph) -> None:
     """Restore the nodes between the start and the wait of each split operation. Passes only move nodes towards their
     users."""
     for wait in [node for node in graph.nodes if node.target in SPLIT]:
@@ -174,45 +241,53 @@ def _keep_empty(default: Callable[..., Any]) -> Callable[..., Any]:
     return cat
 
 
-def _in_sequence(op: torch._ops.OpOverload, default: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Inductor's default lowering of ``op``, followed by :func:`_place`."""
-    from torch._inductor.virtualized import V
+class _Sequence:
+    """What communicates in a graph that is being lowered."""
 
-    def lower(*args: Any, **kwargs: Any) -> Any:
-        known = len(V.graph.operations)
-        result = default(*args, **kwargs)
-        kernel: Any
-        (kernel,) = (made for made in V.graph.operations[known:] if getattr(made, "op_overload", None) is op)
-        kernel.has_side_effects = lambda: True
-        _place(V.graph, kernel)
-        if op in SPLIT.values():
-            if not any(user.target in SPLIT for user in V.graph.current_node.users):
-                # The wait is not in this graph.
-                V.graph.never_reuse_buffers.update(given.get_name() for given in kernel.inputs)
-            _starts.setdefault(V.graph, {})[result.get_name()] = len(V.graph.operations)
-        if op in SPLIT:
-            ticket = args[0].get_name()
-            first = _starts.get(V.graph, {}).pop(ticket, None)
-            if first is not None:
-                _keep_between(V.graph, ticket, V.graph.operations[first:known], kernel)
+    def __init__(self) -> None:
+        self.positions: dict[Graph, int] = {}  # of the last node
+        self.last: str | None = None  # buffer of the last kernel
+        self.starts: dict[str, int] = {}  # ticket of a split operation -> number of operations before
+
+
+def _in_sequence(run: Callable[..., Any], graph: Any, node: Node) -> Any:
+    """Lower a node. If it communicates, make its kernels wait for those of its predecessor, and never remove them."""
+    from torch._inductor import ir
+
+    known = len(graph.operations)
+    result = run(graph, node)
+    if not collectives.communicates(node):
         return result
-
-    lower._is_fallback_handler = True  # type: ignore[attr-defined]
-    return lower
-
-
-def _place(graph: Any, kernel: Any, before: float = 0) -> None:
-    """Make the kernel wait for its predecessor in the program, and its successor wait for the kernel. ``before``:
-    distance of the kernel from the operator that is being lowered."""
-    sequence = _sequences.setdefault(graph, [])
-    # Only graphs for inference have their nodes moved; in backward graphs, recomputed nodes have an older number.
-    position = graph.current_node.meta.get(_POSITION) if graph.is_inference else None
-    if position is not None:
-        position -= before
-    place = len(sequence) if position is None else bisect.bisect(sequence, (position,))
-    sequence.insert(place, (place if position is None else position, kernel.get_operation_name(), kernel.get_name()))
-    for (_, _, earlier), (_, later, _) in zip(sequence[:-1], sequence[1:], strict=True):
-        graph.additional_buffer_deps[later].add(earlier)
+    sequence = _sequences.setdefault(graph, _Sequence())
+    position = node.meta.get(_POSITION)
+    if position is None and not collectives.has_operators([node.graph]):
+        return result
+    if position is None or position < sequence.positions.get(node.graph, 0):
+        raise RuntimeError(
+            f"a compiler pass has {'inserted' if position is None else 'moved'} {node.name} ({node.target}) in a graph"
+            " with ep_ops operators, whose order among collectives must be that of the program on every rank; allowed:"
+            " passes that neither merge nor move collectives"
+        )
+    sequence.positions[node.graph] = position
+    called = ir.InvokeSubgraph, ir.Conditional, ir.WhileLoop
+    kinds = (ir.FallbackKernel,) if isinstance(node.target, torch._ops.OpOverload) else called
+    kernels: list[Any] = [made for made in graph.operations[known:] if isinstance(made, kinds)]
+    for kernel in kernels:
+        kernel.has_side_effects = lambda: True
+        if sequence.last is not None:
+            graph.additional_buffer_deps[kernel.get_operation_name()].add(sequence.last)
+        sequence.last = kernel.get_name()
+    if node.target in SPLIT.values():
+        if not any(user.target in SPLIT for user in node.users):
+            # The wait is not in this graph.
+            graph.never_reuse_buffers.update(given.get_name() for given in kernels[-1].inputs)
+        sequence.starts[result.get_name()] = len(graph.operations)
+    if node.target in SPLIT:
+        ticket = graph.env[node.args[0]].get_name()
+        first = sequence.starts.pop(ticket, None)
+        if first is not None:
+            _keep_between(graph, ticket, graph.operations[first:known], kernels[-1])
+    return result
 
 
 def _keep_between(graph: Any, ticket: str, between: list[Any], wait: Any) -> None:

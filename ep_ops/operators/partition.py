@@ -4,7 +4,7 @@ Every operator is a collective, so all ranks must run the same ones. To AOT auto
 effects: it removes those whose results are unused, merges those with identical arguments, and lets its partitioner run
 some of them again in the backward pass, depending on the sizes of this rank's tensors. A rank that compiled for other
 sizes, or that runs eagerly, would then run other operators. Here the operators are declared to have side effects, and
-before a joint graph is divided they are marked:
+before a joint graph is divided they are marked, together with PyTorch's collectives in the same graph:
 
 - An operator of the forward pass runs in the forward graph only, and its results are saved for backward.
 - Exceptions are operators that activation checkpointing is to run again, and all operators if
@@ -16,43 +16,48 @@ None of these interfaces of PyTorch is public; ordering.py decides for which rel
 
 from __future__ import annotations
 
-import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from .table import OPERATORS
+from . import collectives
 
-_OPERATORS = frozenset(op.overload for op in OPERATORS)
+_MARKED = "ep_marked"  # key in the meta of nodes that communicate
 
 
 def install() -> None:
-    """Declare the operators' side effects, and mark them in every joint graph that is partitioned.
-
-    Raises:
-        AttributeError, ImportError: this version of PyTorch lacks something. Nothing has been changed.
-    """
-    from torch._functorch import compile_utils, partitioners
+    """Declare the operators' side effects. PyTorch's waits for collectives have theirs."""
+    from torch._functorch import compile_utils
     from torch.fx.node import has_side_effect
 
-    never_merged, force_save = compile_utils.rand_ops, partitioners.force_save_effectful_ops
-    never_merged.extend(op.overloadpacket for op in _OPERATORS)
-    for op in _OPERATORS:
+    compile_utils.rand_ops.extend(collectives.packets())  # never merged
+    for op in collectives.EP_OPERATORS:
         has_side_effect(op)
 
-    @functools.wraps(force_save)
-    def force_save_and_mark(joint_module: torch.fx.GraphModule) -> None:
-        force_save(joint_module)
-        mark(joint_module.graph)
 
-    partitioners.force_save_effectful_ops = force_save_and_mark
+def hooks() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Return the functions of the partitioner that are wrapped, as :func:`ordering.hooks` does."""
+    from torch._functorch import partitioners
+
+    return [(partitioners, "force_save_effectful_ops", _save_and_mark), (partitioners, "is_not_collective", _is_kept)]
+
+
+def _save_and_mark(save: Callable[..., None], joint_module: torch.fx.GraphModule) -> None:
+    save(joint_module)
+    mark(joint_module.graph)
+
+
+def _is_kept(is_not_collective: Callable[[Node], bool], node: Node) -> bool:
+    """Return whether a node without users stays in a forward or backward graph."""
+    return is_not_collective(node) or _MARKED in node.meta
 
 
 def mark(graph: Graph) -> None:
     """Decide for each operator of a joint graph whether backward runs it again. Sizes have no influence."""
-    if not any(node.target in _OPERATORS for node in graph.nodes):
+    if not collectives.has_operators([graph]):
         return
     from torch.utils.checkpoint import CheckpointPolicy as Policy
 
@@ -83,8 +88,9 @@ def mark(graph: Graph) -> None:
         if any(user in backward or user in repeated and user in needed for user in node.users):
             needed.add(node)
     for node in graph.nodes:
-        if node.target not in _OPERATORS:
+        if not collectives.is_collective(node):
             continue
+        node.meta[_MARKED] = True
         if node in backward:
             node.meta["partitioner_tag"] = "must_be_in_backward"
         elif node not in repeated or node not in needed:
@@ -112,7 +118,7 @@ def _exposed(forward: list[Node], repeated: set[Node], saved: Any) -> set[Node]:
     """
     computed: set[Node] = set()
     for node in forward:
-        if node in repeated and (node.target in _OPERATORS or not computed.isdisjoint(node.all_input_nodes)):
+        if node in repeated and (collectives.is_collective(node) or not computed.isdisjoint(node.all_input_nodes)):
             computed.add(node)
     free = {node for node in forward if node not in repeated and node.meta.get("recompute") != saved}
     exposed: set[Node] = set()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import os
 import re
 import shutil
+import threading
+import types
 import warnings
 from pathlib import Path
 
@@ -15,7 +19,7 @@ import torch._inductor.decomposition
 import torch._inductor.lowering
 import toy
 from ranks import run_ranks
-from torch._functorch import partitioners
+from torch._functorch import compile_utils
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
 
@@ -115,6 +119,131 @@ def test_what_nothing_uses_still_runs():
         ]
 
 
+class Given(CustomGraphPass):
+    """A pass of a user."""
+
+    def __init__(self, run=lambda graph: None):
+        self.run = run
+
+    def __call__(self, graph):
+        self.run(graph)
+
+    def uuid(self):
+        return None
+
+
+PASSES = "joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass"
+
+
+def in_thread(run):
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+async def _task(run):
+    run()
+
+
+WHERE = {
+    "thread": in_thread,
+    "task": lambda run: asyncio.run(_task(run)),
+    "context": lambda run: contextvars.Context().run(run),
+    "here": lambda run: run(),
+}
+
+
+@pytest.mark.parametrize(
+    "where, options",
+    [
+        ("thread", {}),
+        ("task", dict.fromkeys(PASSES, Given())),
+        pytest.param("task", {}, marks=pytest.mark.drawn),
+        pytest.param("context", {}, marks=pytest.mark.drawn),
+        *(pytest.param("here", {name: Given()}, marks=pytest.mark.drawn) for name in PASSES),
+    ],
+)
+def test_the_order_holds_wherever_a_graph_is_compiled(where, options):
+    """Options of Inductor are context variables, which threads and tasks do not inherit and which users may set."""
+
+    def program(comm, x, topk_idx, weights):
+        first, second = (comm.dispatch(x * n, topk_idx, weights) for n in (1, 2))
+        b = comm.combine(torch.sin(second.x), second.route)
+        a = comm.combine(torch.cos(first.x), first.route)
+        return a, b
+
+    calls: list = []
+    ran: list = []
+    with torch._inductor.config.patch(fx_graph_cache=False), toy.communicator() as comm:
+        toy.recorded(comm, calls)
+        inputs = toy.inputs(6)[:2]
+
+        def run():
+            torch._dynamo.reset()
+            with torch.no_grad():
+                compiled = torch.compile(program, fullgraph=True, **({"options": options} if options else {}))
+                compiled(comm, *inputs, None)  # a graph of its own for each pass
+                calls.clear()
+                ran.append(compiled(comm, *inputs, None))
+                ran.append(list(calls))
+                calls.clear()
+                ran.append(program(comm, *inputs, None))
+                ran.append(list(calls))
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            WHERE[where](run)
+    results, compiled_calls, expected, eager_calls = ran
+    assert compiled_calls == eager_calls and [name for name, *_ in eager_calls] == ["dispatch"] * 2 + ["combine"] * 2
+    torch.testing.assert_close(results, expected)
+
+
+def _swap(graph):
+    """Move the second dispatch before the first."""
+    first, second = (node for node in graph.nodes if node.target is torch.ops.ep.dispatch.default)
+    for node in (second, *second.all_input_nodes):
+        if node.op != "placeholder":
+            first.prepend(node) if node is second else second.prepend(node)
+
+
+def _insert(graph):
+    """Add a dispatch."""
+    node = next(node for node in graph.nodes if node.target is torch.ops.ep.dispatch.default)
+    with graph.inserting_before(node):
+        graph.call_function(node.target, node.args).meta["val"] = node.meta["val"]
+
+
+@pytest.mark.parametrize("change, what", [(_swap, "moved"), pytest.param(_insert, "inserted", marks=pytest.mark.drawn)])
+def test_a_pass_that_changes_the_order_is_reported(change, what):
+    def program(comm, x, topk_idx):
+        return [comm.dispatch(x * n, topk_idx).x for n in (1, 2)]
+
+    with torch._inductor.config.patch(fx_graph_cache=False), toy.communicator() as comm, torch.no_grad():
+        torch._dynamo.reset()
+        compiled = torch.compile(program, fullgraph=True, options={"post_grad_custom_post_pass": Given(change)})
+        with pytest.raises(Exception, match=f"a compiler pass has {what} dispatch.*allowed: passes that neither"):
+            compiled(comm, *toy.inputs(6)[:2])
+
+
+def test_nodes_that_communicate_are_put_back():
+    """With what they need, and behind what they need."""
+    ep, math = torch.ops.ep, torch.ops.aten
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    one = graph.call_function(ep.plan.default, (x,))
+    needed = graph.call_function(math.sin.default, (x,))
+    two = graph.call_function(ep.plan.default, (needed,))
+    three = graph.call_function(ep.plan.default, (x,))
+    last = graph.call_function(math.cos.default, (one,))
+    end = graph.output((last, two, three))
+    last.prepend(one)
+    three.append(needed), needed.append(two)
+    assert list(graph.nodes) == [x, three, needed, two, one, last, end]
+    ordering._restore(graph, [one, two, three])
+    assert list(graph.nodes) == [x, one, needed, two, three, last, end]
+    graph.lint()
+
+
 def test_what_does_not_belong_between_start_and_wait_is_moved_behind():
     """A pass may move nodes towards what uses them, into a pair whose start they are not between in the program."""
     split, math = torch.ops.ep, torch.ops.aten
@@ -135,11 +264,13 @@ def test_what_does_not_belong_between_start_and_wait_is_moved_behind():
 def not_installed(monkeypatch):
     """As in a fresh process."""
     monkeypatch.setattr(ordering, "_installed", False)
-    monkeypatch.setattr(partitioners, "force_save_effectful_ops", partitioners.force_save_effectful_ops)  # put back
+    for owner, name, _ in ordering.hooks():
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, getattr(function, "__wrapped__", function))  # put back
+    monkeypatch.setattr(compile_utils, "rand_ops", list(compile_utils.rand_ops))
     lowerings = {op: torch._inductor.lowering.lowerings.pop(op, None) for op in ordering.OPERATORS}
     cat = torch._inductor.decomposition.decompositions[torch.ops.aten.cat.default]
-    with torch._inductor.config.patch(joint_custom_pre_pass=None):
-        yield
+    yield
     torch._inductor.decomposition.decompositions[torch.ops.aten.cat.default] = cat
     for op, lowering in lowerings.items():
         torch._inductor.lowering.lowerings.pop(op, None)
@@ -164,27 +295,7 @@ def test_changed_torch_is_left_alone(not_installed, monkeypatch):
     assert not any(op in torch._inductor.lowering.lowerings for op in ordering.OPERATORS)
 
 
-def test_another_custom_pass_is_kept(not_installed):
-    class Mine(CustomGraphPass):
-        seen = 0
-
-        def __call__(self, graph):
-            self.seen += 1
-
-        def uuid(self):
-            return "mine"
-
-    with torch._inductor.config.patch(joint_custom_pre_pass=Mine()):
-        mine = torch._inductor.config.joint_custom_pre_pass
-        ordering.install()
-        ours = torch._inductor.config.joint_custom_pre_pass
-        ours(torch.fx.Graph())
-        assert mine.seen == 1 and "mine" in ours.uuid()
-        ours.earlier.append(lambda graph: None)
-        assert ours.uuid() is None, "nobody knows what that one does"
-
-
-def test_keys_of_compiled_graphs_follow_from_the_sources(not_installed, tmp_path, monkeypatch):
+def test_keys_of_compiled_graphs_follow_from_the_sources(tmp_path, monkeypatch):
     """With a number in the place of the sources, caches bring back graphs of an ep_ops that has changed since."""
     assert "ep_ops_tests_" in os.environ["TORCHINDUCTOR_CACHE_DIR"], "those of an earlier run are not found"
     root = Path(ordering.__file__).parents[2]
@@ -194,10 +305,10 @@ def test_keys_of_compiled_graphs_follow_from_the_sources(not_installed, tmp_path
 
     def key():
         ordering.digest_of.cache_clear()
-        config = torch._inductor.config
-        return config.joint_custom_pre_pass.uuid(), config.post_grad_custom_pre_pass.uuid()
+        details = types.SimpleNamespace()
+        ordering._add_digest(lambda details: None, details)
+        return details.ep_ops
 
-    ordering.install()
     keys = [key()]
     assert keys[0] == key()
     monkeypatch.setattr(ordering, "SOURCES", (tmp_path,))
@@ -206,4 +317,4 @@ def test_keys_of_compiled_graphs_follow_from_the_sources(not_installed, tmp_path
         source = (tmp_path / changed).read_bytes()
         (tmp_path / changed).write_bytes(source[:-1] + b" ")  # as long as before
         keys.append(key())
-    assert len(set(keys)) == 5 and all(one != other for one, other in zip(*keys[:2], strict=True))
+    assert len(set(keys)) == 5
