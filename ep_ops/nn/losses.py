@@ -63,7 +63,8 @@ def update_expert_bias_(
 ) -> None:
     """Raise the bias of experts that were chosen less often than the mean by ``rate``, and lower that of the others.
 
-    This is DeepSeek-V3's load balancing without an auxiliary loss. Call it once for each optimizer step.
+    This is DeepSeek-V3's load balancing without an auxiliary loss. Call it once for each optimizer step, after
+    backward, because activation checkpointing runs the router again.
 
     Args:
         bias: buffer ``Router.bias`` [E], changed in place, equally on all ranks.

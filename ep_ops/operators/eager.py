@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import registry
 from ..records import is_ordinary, whole, wrong_type
+from . import recomputation
 from .rejection import is_tracing, refuse_thread, reject
 
 _TYPES: dict[str, frozenset[type]] = {
@@ -280,12 +281,15 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _profiler_enabled = torch.autograd._profiler_enabled
+_top_hooks, _reentrant = recomputation.top_hooks, recomputation.reentrant
 _tracing_state = torch._C._get_tracing_state  # of torch.jit.trace, whose tensors no guard accepts
 
 
 def _heeded() -> bool:
-    """Return whether a tracer, mode, transform or profiler, other than autograd, intercepts operators. Guards notice
-    transforms and most modes, but not FakeTensorMode."""
+    """Return whether a tracer, mode, transform, profiler or checkpoint, other than autograd, intercepts operators.
+
+    Guards notice transforms and most modes, but not FakeTensorMode.
+    """
     return (
         _is_compiling()
         or get_eval_frame_callback() is not None  # Dynamo would trace into this code
@@ -294,4 +298,6 @@ def _heeded() -> bool:
         or _transforms() is not None
         or _profiler_enabled()
         or forward_ad._current_level >= 0  # torch.func.jvp also enters a level
+        or _reentrant.region is not None  # checkpointing, whose calls must not be remembered
+        or _top_hooks(False) is not None
     )

@@ -33,9 +33,11 @@ from meta_kernels.arguments import (
 )
 from meta_kernels.formats import ELEMENT
 
-from .. import checks
+from .. import checks, registry
 from ..records import Placed, Received, Segments
+from . import recomputation
 from .operator import Gradient, Operator, nothing
+from .rejection import reject
 
 
 class ToTokens(NamedTuple):
@@ -70,6 +72,7 @@ def _save_dispatch(ctx: Any, a: AnyDispatch, asked: Any, output: tuple[Tensor, .
     else:
         route = Placed(*integers)
     ctx.save_for_backward(a.topk_idx, route.send_rows, route.arrivals, route.offs, route.counts)
+    ctx.forward_idx = recomputation.kept(a.topk_idx) if recomputation.dispatch_modes() else None
     ctx.rows_shape, ctx.rows_dtype = recv_x.shape, a.x.dtype
     ctx.weights_shape, ctx.weights_dtype = recv_weights.shape, recv_weights.dtype
     ctx.along = {"alignment": a.alignment, "max_tokens": a.max_tokens, "comm": a.comm, "layout": a.layout}
@@ -97,10 +100,22 @@ def free_gradient(ctx: Any, outputs: Sequence[Tensor], free: Tensor, constant: S
         free.grad_dtype = None
 
 
-def _outgoing_grads(ctx: Any, asked: Any, grads: tuple[Tensor | None, ...]) -> dict[str, Any]:
-    """Return the gradients of a dispatch's rows and weights, and the route, as arguments."""
+def _compare_ids(ctx: Any, operator: Operator, topk_idx: Tensor) -> None:
+    """Raise an error on all ranks, which run ``operator`` next, if selective checkpointing has kept the results of a
+    dispatch to other experts."""
+    try:
+        recomputation.compare(topk_idx, *ctx.forward_idx)
+    except RuntimeError as error:
+        backend, flight = registry.get(ctx.along["comm"]).backend, getattr(ctx, "flight", 0)
+        reject(operator.name, backend, error, flight, ctx.along["max_tokens"])
+
+
+def _outgoing_grads(ctx: Any, operator: Operator, asked: Any, grads: tuple[Tensor | None, ...]) -> dict[str, Any]:
+    """Return the gradients of a dispatch's rows and weights, and the route, as arguments of ``operator``."""
     grad_x, _scales, grad_weights, *_ = grads
     route = _Route(*ctx.saved_tensors)
+    if ctx.forward_idx is not None:
+        _compare_ids(ctx, operator, route.topk_idx)
     zeros = route.topk_idx.new_zeros
     if asked.x:  # gradients may have any strides, such as those of an expanded sum
         dtype = ctx.rows_dtype
@@ -114,7 +129,7 @@ def _outgoing_grads(ctx: Any, asked: Any, grads: tuple[Tensor | None, ...]) -> d
 
 def _dispatch_backward(ctx: Any, asked: Any, *grads: Tensor | None) -> dict[str, Tensor | None]:
     home_x, home_weights = DISPATCH_BACKWARD.call(
-        DispatchBackwardArgs(**_outgoing_grads(ctx, asked, grads), **ctx.along)
+        DispatchBackwardArgs(**_outgoing_grads(ctx, DISPATCH_BACKWARD, asked, grads), **ctx.along)
     )
     return {"x": home_x if asked.x else None, "topk_weights": home_weights if asked.topk_weights else None}
 
@@ -125,6 +140,7 @@ def _save_combine(ctx: Any, a: AnyCombine | CombineGatheredArgs, asked: Any, out
     ctx.save_for_backward(
         a.y if weights_asked else None, weights, a.topk_idx, a.send_rows, a.arrivals, a.offs, a.counts
     )
+    ctx.forward_idx = recomputation.kept(a.topk_idx) if recomputation.dispatch_modes() else None
     ctx.rows_asked, ctx.grad_format = asked.y or weights_asked, getattr(a, "grad_format", "")
     ctx.along = {
         "num_rows": a.y.shape[0], "alignment": a.alignment, "max_tokens": a.max_tokens, "comm": a.comm
@@ -137,7 +153,10 @@ def _combine_backward(ctx: Any, asked: Any, grad_out: Tensor) -> dict[str, Tenso
     grads: dict[str, Tensor | None] = {}
     if ctx.rows_asked:
         along = {**route._asdict(), **ctx.along}
-        if recv_weights is None or ctx.grad_format:
+        plain = recv_weights is None or ctx.grad_format
+        if ctx.forward_idx is not None:
+            _compare_ids(ctx, DISPATCH_PLANNED if plain else COMBINE_BACKWARD, route.topk_idx)
+        if plain:
             sent = DispatchPlannedArgs(grad_out.contiguous(), None, **along, format=ctx.grad_format)
             rows, *_ = DISPATCH_PLANNED.call(sent)
             grads["y"] = rows
@@ -177,7 +196,8 @@ def _save_dispatch_wait(ctx: Any, a: DispatchWaitArgs, asked: Any, output: tuple
 
 
 def _dispatch_wait_backward(ctx: Any, asked: Any, *grads: Tensor | None) -> dict[str, Tensor | None]:
-    given = DispatchBackwardStartArgs(**_outgoing_grads(ctx, asked, grads), **ctx.along, flight=ctx.flight)
+    grads_and_route = _outgoing_grads(ctx, DISPATCH_BACKWARD_START, asked, grads)
+    given = DispatchBackwardStartArgs(**grads_and_route, **ctx.along, flight=ctx.flight)
     return _started(DISPATCH_BACKWARD_START, given)
 
 
@@ -205,7 +225,10 @@ def _combine_wait_backward(ctx: Any, asked: Any, grad_out: Tensor) -> dict[str, 
     if not ctx.rows_asked:
         return {}
     y, recv_weights, *tensors = ctx.saved_tensors
-    along = {**_Route(*tensors)._asdict(), **ctx.along}
+    route = _Route(*tensors)
+    if ctx.forward_idx is not None:
+        _compare_ids(ctx, COMBINE_BACKWARD_START, route.topk_idx)
+    along = {**route._asdict(), **ctx.along}
     given = CombineBackwardStartArgs(grad_out.contiguous(), y, recv_weights, **along, flight=ctx.flight)
     return _started(COMBINE_BACKWARD_START, given)
 

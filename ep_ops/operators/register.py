@@ -18,6 +18,7 @@ from ..backends.calls import Call
 from ..backends.split import parts_of
 from ..registry import Living
 from ..specs import spec_of
+from . import recomputation
 from .eager import RememberedOp, check_data
 from .library import CONTIGUOUS, define, differentiate
 from .operator import Operator
@@ -76,6 +77,8 @@ def _implementation(op: Operator) -> Callable[..., Any]:
     backend. Errors reach all ranks."""
     name, record = op.name, op.arguments
     whole, living, new = len(record._fields), registry.living, tuple.__new__
+    top_hooks, reentrant = recomputation.top_hooks, recomputation.reentrant
+    follows_ids = "topk_idx" in record._fields and "ticket" not in record._fields and "backward" not in name
 
     def implementation(*args: Any) -> Any:
         a = new(record, args) if len(args) == whole else record(*args)
@@ -85,6 +88,8 @@ def _implementation(op: Operator) -> Callable[..., Any]:
         try:
             try:
                 run = _accepted(op, comm, a).run
+                if follows_ids and (top_hooks(False) is not None or reentrant.region is not None):
+                    recomputation.note(a.topk_idx)
             except Exception as error:
                 _reject(name, comm, a, error)
             comm.backend.calls += 1
@@ -138,6 +143,7 @@ def _register_gradient(op: Operator) -> None:
     differentiate(op.registered, backward, setup_context)
 
 
+recomputation.watch_reentrant()
 for _op in OPERATORS:
     # An operator that synchronizes cannot be captured in a CUDA graph; Inductor splits the graph around it.
     _tags = (CONTIGUOUS, torch.Tag.cudagraph_unsafe) if _op.exact else (CONTIGUOUS,)

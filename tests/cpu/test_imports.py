@@ -159,6 +159,7 @@ def test_device_code_and_fakes_stand_alone():
 
 
 TUPLES = {"_replace", "_asdict", "_fields", "_make", "_field_defaults"}
+TENSORS = {"_version"}
 
 
 def test_nobody_reaches_into_another_files_private_names():
@@ -172,7 +173,7 @@ def test_nobody_reaches_into_another_files_private_names():
         }
         for module, path in FILES.items()
     }
-    private = {name for names in defined.values() for name in names if not name.endswith("__")} - TUPLES
+    private = {name for names in defined.values() for name in names if not name.endswith("__")} - TUPLES - TENSORS
     wrong = []
     for module, path in FILES.items():
         for node in ast.walk(ast.parse(path.read_text())):

@@ -8,9 +8,9 @@ import pytest
 import torch
 import toy
 from ranks import run_ranks
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ep_ops.nn import DenseMoE, MoELayer, interleave
+from ep_ops.nn import DenseMoE, MoELayer, Router, interleave
 from ep_ops.operators import OPERATORS, SAVE_FOR_CHECKPOINT
 
 FORWARD, BACKWARD = ["dispatch", "combine"], ["combine_backward", "dispatch_backward"]
@@ -94,3 +94,110 @@ def test_a_second_run_that_ends_between_start_and_wait(turns):
     for steps in run_ranks(2, _shared_alone, turns):
         for ours, theirs in steps:
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def _first_dispatch_alone(ctx, op, *args, **kwargs):
+    """Save the results of the first dispatch in a region, and run the second one again."""
+    if op not in (torch.ops.ep.dispatch.default, torch.ops.ep.dispatch_dynamic.default):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    counts = _first_dispatch_alone.counts
+    key = ctx.is_recompute
+    counts[key] = counts.get(key, 0) + 1
+    return CheckpointPolicy.MUST_SAVE if counts[key] == 1 else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selective(policy):
+    return {"use_reentrant": False, "context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
+
+
+CHECKPOINTS = {
+    "full": {"use_reentrant": False},
+    "no early stop": {"use_reentrant": False, "early_stop": False},
+    "reentrant": {"use_reentrant": True},
+    "selective": _selective(SAVE_FOR_CHECKPOINT),
+    "selective, products": _selective([torch.ops.aten.mm.default]),
+    "selective, one dispatch": _selective(_first_dispatch_alone),
+}
+
+
+class Noisy(torch.nn.Module):
+    """A router that draws from a generator of its own, which checkpointing does not restore."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.generator = Router(toy.EXPERTS, toy.HIDDEN, toy.TOP_K), torch.Generator().manual_seed(1)
+
+    def forward(self, x):
+        topk_idx, weights, logits = self.router(x)
+        shift = torch.randint(toy.EXPERTS, (x.shape[0], 1), generator=self.generator)
+        return (topk_idx + shift.int()) % toy.EXPERTS, weights, logits
+
+
+def _routed_anew(kind, shape):
+    """Errors of backward, or gradients and those without checkpointing, for each way to change the router of rank 0,
+    or of all ranks."""
+    rank, results = torch.distributed.get_rank(), []
+    with toy.communicator() as comm:
+        more = {"plain": {}, "dynamic": {"dynamic": True}, "split": {"shared_intermediate_size": 8}}.get(shape, {})
+
+        def run(change, checkpointed):
+            _first_dispatch_alone.counts = {}
+            torch.manual_seed(rank)
+            router = Router(toy.EXPERTS, toy.HIDDEN, toy.TOP_K, scores="sigmoid", bias=True)
+            layer = MoELayer(comm, 8, router=Noisy() if change == "noise" else router, **more)
+            x = toy.inputs(12, seed=rank, grad=True)[0]
+
+            def twice(x):
+                if shape == "turns":
+                    return torch.cat(interleave(layer.steps(x[:4], 0), layer.steps(x[4:], 1)))
+                return layer(layer(x).relu())
+
+            out = checkpoint(twice, x, **CHECKPOINTS[kind]) if checkpointed else twice(x)
+            if change == "all" or change == "first" and rank == 0:
+                router.bias.copy_(torch.tensor([9.0, 0, 0, 0] if rank == 0 else [0, 0, 0, 9.0]))
+            out.sin().sum().backward()
+            return [x.grad, layer.shared.w_in.grad if layer.shared is not None else None]
+
+        for _ in range(3):  # calls without gradients are remembered from the third one on
+            results.append((run("", True), run("", False)))
+        for change in ("first", "all", "noise"):
+            with pytest.raises((ValueError, RuntimeError)) as raised:
+                run(change, True)
+            results.append(str(raised.value))
+        results.append((run("", True), run("", False)))  # the communicator can be used
+    return results
+
+
+SHAPES = ("plain", "dynamic", "split", "turns")
+
+
+@pytest.mark.parametrize(
+    "kind, shape",
+    [
+        pytest.param(kind, shape, marks=() if (kind, shape) in CHOSEN else pytest.mark.drawn)
+        for CHOSEN in ({("full", "dynamic"), ("selective", "plain"), ("reentrant", "split")},)
+        for kind in CHECKPOINTS
+        for shape in SHAPES
+        if not (kind == "selective, one dispatch" and shape not in ("plain", "dynamic"))
+    ],
+)
+def test_other_experts_than_in_the_forward_pass_are_reported(kind, shape):
+    for results in run_ranks(2, _routed_anew, kind, shape):
+        *same, first, every, noise, last = results
+        for got, expected in (*same, last):
+            torch.testing.assert_close(got, expected)
+        for text in (first, every, noise):
+            assert "topk_idx differs from the expert ids of the forward pass" in text
+
+
+def test_ids_that_are_overwritten_before_backward_are_reported():
+    with toy.communicator() as comm:
+        x, topk_idx, weights = toy.inputs(6, grad=True)
+
+        def run(x):
+            return toy.layer(comm, x, topk_idx, weights, toy.scales()).sin()
+
+        out = checkpoint(run, x, use_reentrant=False)
+        topk_idx.copy_(topk_idx.flip(0))
+        with pytest.raises(RuntimeError, match="topk_idx differs"):
+            out.sum().backward()

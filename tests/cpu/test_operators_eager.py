@@ -471,16 +471,16 @@ def without_backend(comm: ep_ops.Communicator, name: str, call: Any) -> None:
 
 
 MOST_CALLS = {
-    "plan": (16, 17),
-    "dispatch": (17, 22),
-    "dispatch_dynamic": (13, 20),
-    "dispatch_planned": (14, 19),
-    "combine": (12, 18),
-    "combine_gathered": (13, 15),
-    "dispatch_start": (19, 23),
-    "dispatch_wait": (10, 17),
-    "combine_start": (14, 19),
-    "combine_wait": (13, 16),
+    "plan": (16, 18),
+    "dispatch": (17, 23),
+    "dispatch_dynamic": (13, 21),
+    "dispatch_planned": (14, 20),
+    "combine": (12, 19),
+    "combine_gathered": (13, 16),
+    "dispatch_start": (19, 24),
+    "dispatch_wait": (10, 18),
+    "combine_start": (14, 20),
+    "combine_wait": (13, 17),
 }
 """Method -> Python functions and C functions that a call of it takes on its way to the backend, whose own do not count.
 Python 3.11 and torch 2.13 were counted; other releases may take a few more inside torch (``OTHERS``).
@@ -517,7 +517,7 @@ def test_host_time_of_a_call(comm, monkeypatch, name):
     assert 0 < python <= most_python + OTHERS and 0 < c <= most_c + OTHERS
 
 
-MOST_WITH_GRADIENT = {"dispatch": (61, 56), "combine": (51, 63)}
+MOST_WITH_GRADIENT = {"dispatch": (61, 60), "combine": (51, 67)}
 """The same where something asks for a gradient: every argument is checked each time."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -72,10 +71,25 @@ def dense(x: Tensor, topk_idx: Tensor, weights: Tensor | None, scale: Tensor) ->
 def recorded(comm: Communicator, calls: list[tuple[str, int, str]]) -> Communicator:
     """Note what the communicator's backend runs: operator, how many rows or tokens it is given, communicator."""
 
-    def record(name: str, run: Any, *args: Any) -> Any:
-        calls.append((name, args[0].shape[0], comm.name))
-        return run(*args)
+    prepare = comm.backend.prepare
 
-    for name in ("dispatch", "combine", "dispatch_backward", "combine_backward"):
-        setattr(comm.backend, name, functools.partial(record, name, getattr(comm.backend, name)))
+    def recording(spec: Any) -> Any:
+        prepared = prepare(spec)
+        bind = prepared.bind
+
+        def bound(a: Any) -> Any:
+            run = bind(a)
+
+            def record(a: Any) -> Any:
+                calls.append((spec.kind, a[0].shape[0], comm.name))
+                return run(a)
+
+            return record
+
+        if spec.kind in ("dispatch", "combine", "dispatch_backward", "combine_backward"):
+            prepared.bind = bound
+        return prepared
+
+    comm.backend.prepare = recording
+    comm.calls.forget()
     return comm
