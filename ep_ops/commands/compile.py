@@ -52,6 +52,10 @@ def config_of(args: argparse.Namespace) -> Config:
 
 def checked_config(config: Config, world_size: int) -> Config:
     """Return what the ranks would agree on. ValueError if no communicator accepts it or this host cannot compile it."""
+    from cute_kernels.heap import MOST_RANKS_ACROSS
+
+    if world_size > MOST_RANKS_ACROSS:  # before anything of that size is made
+        raise ValueError(f"world_size is {world_size}; backend 'cute' takes at most {MOST_RANKS_ACROSS} ranks")
     config = planned(config, world_size)
     if across(config) and config.wire == "nvshmem" and (problem := no_device_library()):
         raise ValueError(problem)
