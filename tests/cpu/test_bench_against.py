@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import run_ranks
 
 from benchmarks import by_turns
 from ep_ops.bench import against, latency, options, ranks, throughput
 from ep_ops.bench.figures import machine_line
+from ep_ops.bench.timing import HostMark, Timer, largest
 from ep_ops.commands import arguments
 
 MACHINE = dict.fromkeys(("device", "torch", "cuda", "nccl", "driver", "backend"), "x")
@@ -109,6 +112,18 @@ def test_the_result_says_that_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch)
     assert facts == {"sharing": {"ranks": 2, "sms": 0, "mps": True}}
     facts["sharing"]["sms"] = 66
     assert "2 ranks share a GPU, at the same time under MPS, with 66 SMs each" in machine_line(run(**facts))
+
+
+def _times() -> tuple[list[float], tuple[float, ...]]:
+    rank, cpu = dist.get_rank(), torch.device("cpu")
+    marks = [HostMark() for _ in range(2)]
+    marks[0].at, marks[1].at = 0.0, 1e-6 * (1 + rank)  # rank 1 takes longer
+    return largest([1.0 - rank, 5.0 + rank], cpu), Timer(cpu, lambda: None)._timing([(marks[0], marks[1])]).calls
+
+
+def test_a_time_is_that_of_the_slowest_rank() -> None:
+    for values, calls in run_ranks(2, _times):
+        assert values == [1.0, 6.0] and calls == pytest.approx((2.0,))
 
 
 def test_rounds_of_two_checkouts_alternate(

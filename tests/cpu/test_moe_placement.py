@@ -92,6 +92,8 @@ def test_balanced() -> None:
     assert moves([1, 0, 1, 2], [0, 1, 1, 2], [2, 2]) == [(0, 1, 0, False), (1, 0, 1, False)]  # from the same rank
     skewed = balanced([90, 1, 1, 1], [3, 3])
     assert sorted(skewed).count(0) == 2 and 0 in skewed[:3] and 0 in skewed[3:]
+    idle = balanced([0, 0, 0], [2, 2])  # no load tells the ranks apart
+    assert len(set(idle[:2])) == len(set(idle[2:])) == 2
     assert sorted(balanced([5, 5], [3])) in ([0, 0, 1], [0, 1, 1])  # more replicas than ranks
     with pytest.raises(ValueError, match="load has 4 logical experts; allowed: at most 3"):
         balanced([1, 1, 1, 1], [2, 1])

@@ -113,10 +113,9 @@ def measure(spent: Spent) -> None:
     spent.wrap(torch._dynamo.convert_frame, "_compile", "torch.compile")
     for name in ("all_gather_object", "broadcast_object_list", "barrier", "all_reduce", "all_to_all_single"):
         spent.wrap(dist, name, "collectives")
-    operators = ("plan", "dispatch", "dispatch_dynamic", "dispatch_planned", "combine", "combine_gathered")
+    operators = ("plan", "dispatch", "dispatch_planned", "combine", "combine_gathered")
     for name in (*operators, "dispatch_backward", "combine_backward"):
-        if hasattr(ReferenceBackend, name):
-            spent.wrap(ReferenceBackend, name, "reference")
+        spent.wrap(ReferenceBackend, f"_{name}", "reference")
 
 
 class Lockstep:
