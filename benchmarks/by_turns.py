@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     args = parser().parse_args(argv)
     if not (args.other / "cute_kernels").is_dir():
-        raise SystemExit(f"--other is {args.other}; it must be a checkout of this repository")
+        raise SystemExit(f"--other is {args.other}; allowed: a checkout of this repository")
     pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for number in range(args.rounds):
         found: dict[Path, dict[str, Any]] = {}

@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.live % options.experts:
         parser.error(f"--experts is {options.experts}; it must divide --live, {options.live}")
     if options.hidden % 128:
-        parser.error(f"--hidden is {options.hidden}; it must be a multiple of 128")
+        parser.error(f"--hidden is {options.hidden}; allowed: a multiple of 128")
 
     on_gpu = gpu_count() > 0 if options.device == "auto" else options.device == "cuda"
     device = torch.device("cuda:0" if on_gpu else "cpu")

@@ -293,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--iterations", type=positive, default=20)
     args = read(parser, argv)
     if args.bytes % 16:
-        parser.error(f"--bytes is {args.bytes}; it must be a multiple of 16")
+        parser.error(f"--bytes is {args.bytes}; allowed: a multiple of 16")
     if args.device == "cpu":
         print("benchmarks/wire.py: torch sees no GPU, or --device is cpu; puts need GPUs", file=sys.stderr)
         return 2

@@ -12,7 +12,7 @@ from . import ptx, sync
 from .heap import FAILED, Heap
 from .launch import Kernel, RankArgs
 from .marks import ALARM_BITS
-from .refusal import leave_reason
+from .rejection import leave_reason
 
 
 class AlarmArgs(NamedTuple):

@@ -22,7 +22,7 @@ from cutlass.cute import arch
 
 from . import ptx
 from .heap import Problem
-from .sync import BAD_ROW, Ranks, refuse
+from .sync import BAD_ROW, Ranks, reject
 
 
 class Lists(NamedTuple):
@@ -139,7 +139,7 @@ def guarded(ranks: Ranks, num_rows: Int32, max_tokens: Int32, copy: Copy) -> Cop
     token, _ = token_of(problem, copy, max_tokens)
     fits = Uint32(count) <= problem.top_k and begin >= 0 and end <= num_rows
     if count != 0 and not (fits and Uint32(token) < Uint32(max_tokens) and Uint32(source) < problem.world_size):
-        refuse(ranks, BAD_ROW, begin, num_rows)
+        reject(ranks, BAD_ROW, begin, num_rows)
         end = begin
     return Copy(begin, end, home, source)
 
@@ -167,6 +167,6 @@ def given_row(ranks: Ranks, row: Int32, num_rows: Int32) -> Int32:
     """Return a row of a given route, or -1, after reporting it, if it exceeds `num_rows`. Kernels that place the route
     themselves need no such check."""
     if row >= num_rows:
-        refuse(ranks, BAD_ROW, row, num_rows)
+        reject(ranks, BAD_ROW, row, num_rows)
         row = Int32(-1)
     return row

@@ -69,7 +69,7 @@ EPOCH = 0  # the number of the current operation, from 1 on; marks contain its l
 FAILED = 1  # whether this rank has given up (sync.py); read together with EPOCH, as 16 aligned bytes
 VACANT, VACANT_WORDS = 2, 2  # reserved for a mask of `MOST_RANKS` ranks that operations leave out; always 0
 TICKET = 4  # how many blocks have come to the end of the operation
-REFUSED = 5  # whether an invalid value has been reported that the host has not read yet
+REJECTED = 5  # whether an invalid value has been reported that the host has not read yet
 LATE = 6  # mark of the last operation that reported a long wait
 ALIVE = 7  # when some thread of this rank has last looked why it waits, by the clock of its GPU
 # On a line of their own: numbers of items that warps have claimed. PUSHES are those of blocks that push rows while the
@@ -232,7 +232,7 @@ class Problem(RowSizes):
         return tuple(first)
 
 
-WORDS_OF_RANKS = ("hello", "refused", "route")
+WORDS_OF_RANKS = ("hello", "rejected", "route")
 """Sections of words that the wire sets, as many for each source rank; those of the rank's own domain are stored."""
 WORDS_OF_RAIL = ("batch", "wanted", "sum", "returned", "weighed")
 """All others of every heap. Each put sets one word of its own, so whoever counts them knows how many puts have come."""
@@ -283,7 +283,7 @@ class Heap:
             "chunk": w * self.chunks,
             "token": d * p.most_copies * t,
             "fetched": w,
-            "refusal": 1,  # set by any rank of the domain that rejects the operation, after its reason
+            "rejection": 1,  # set by any rank of the domain that rejects the operation, after its reason
             "alarm": 1,  # set once and for all by a rank that gives up (marks.Alarm); of one bank
         }
         self.take(
@@ -314,7 +314,7 @@ class Heap:
         have 8 bytes each."""
         p, others, ranks = self.problem, self.problem.num_domains - 1, self.problem.world_size
         words = ("batch", "wanted", "sum", "returned")  # of each batch
-        by_rank = ("refused", "put_counts", "puts")  # see operation.settle
+        by_rank = ("rejected", "put_counts", "puts")  # see operation.settle
         rows = self.batches * p.batch_tokens * p.row_bytes
         return {
             **{name: 8 * others * self.batches for name in words},

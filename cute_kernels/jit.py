@@ -102,7 +102,7 @@ def cache_dir() -> Path | None:
     return Path(folder) if folder else None
 
 
-def refusal(folder: Path) -> str | None:
+def rejection(folder: Path) -> str | None:
     """Return why nothing is loaded from `folder`, or None. Its files are executed, so it must belong to this user
     alone."""
     try:
@@ -133,7 +133,7 @@ def _private_dir() -> Path | None:
         for made in (*reversed(folder.parents), folder):
             if not made.is_dir():
                 made.mkdir(mode=0o700, exist_ok=True)
-        why = refusal(folder)
+        why = rejection(folder)
     except OSError as error:
         why = str(error)
     if why is None:

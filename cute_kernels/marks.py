@@ -21,7 +21,7 @@ from .formats import FORMATS
 
 KINDS = (
     "none", "plan", "dispatch", "dispatch_planned", "combine", "dispatch_backward", "combine_backward",
-    "combine_gathered", "refused",
+    "combine_gathered", "rejected",
 )  # fmt: skip
 """Kinds of operation. Terms contain the index, followed by the indices of `OF_TOKENS`. The last kind stands for an
 operation that a rank rejects; its terms contain the rank in place of `max_tokens` and, above it, the number of the
@@ -124,13 +124,13 @@ def pack(
     return high | _INDEX[kind, token_major] << KIND | flags | low << TOKENS
 
 
-def pack_refusal(rank: int, turn: int = 0) -> int:
+def pack_rejection(rank: int, turn: int = 0) -> int:
     """Return the terms of a rank that rejects an operation; `turn` is the number of the operation among those of the
     call."""
-    return pack("refused", turn << RANK_BITS | rank)
+    return pack("rejected", turn << RANK_BITS | rank)
 
 
-def unpack_refusal(terms: Terms) -> tuple[int, int]:
+def unpack_rejection(terms: Terms) -> tuple[int, int]:
     """Return rank and turn."""
     return terms.max_tokens & (1 << RANK_BITS) - 1, terms.max_tokens >> RANK_BITS
 

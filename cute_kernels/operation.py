@@ -83,7 +83,7 @@ def finish(ranks: Ranks, blocks: Int32, fetched: cutlass.Constexpr[bool] = False
             arch.sync_warp()
             if tid == 0:
                 if const_expr(ranks.heap.problem.num_domains > 1):
-                    end_refused(ranks)
+                    end_rejected(ranks)
                 note_met(ranks)
                 ptx.st_v4(ranks.own + CLAIMS * 8, (Int32(0),) * 4)  # PUSHES, too
                 ptx.st_u64(ranks.own + TICKET * 8, Int64(0))
@@ -91,12 +91,12 @@ def finish(ranks: Ranks, blocks: Int32, fetched: cutlass.Constexpr[bool] = False
 
 
 @cute.jit
-def end_refused(ranks: Ranks) -> None:
+def end_rejected(ranks: Ranks) -> None:
     """By one thread, at the end of an operation: if a rank has rejected it, wait until all puts of this rank have
     arrived. Other ranks may not have waited for them, and their destinations are used again."""
     if const_expr(ranks.heap.problem.wire.late):
-        refusal = ptx.ld_acquire_sys(ranks.at(ranks.own, "refusal"))
-        if same_operation(refusal, ranks.mark):
+        rejection = ptx.ld_acquire_sys(ranks.at(ranks.own, "rejection"))
+        if same_operation(rejection, ranks.mark):
             settle(ranks)
 
 

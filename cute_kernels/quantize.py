@@ -14,7 +14,7 @@ from cutlass.cute import arch
 
 from . import ptx
 from .formats import Form
-from .sync import BAD_SCALE, Ranks, refuse
+from .sync import BAD_SCALE, Ranks, reject
 
 FLOOR = 0x38D1B717
 """Bits of 1e-4: the least magnitude that scales are made for, but in MX."""
@@ -128,5 +128,5 @@ def given_word(form: cutlass.Constexpr[Form], ranks: Ranks, scales: Int64, token
         word = ptx.ld_i32(scales + (Int64(token) * form.scales + i) * 4)
         if const_expr(form.kind == "pow2"):
             if (word & ~INFINITE) != 0:
-                refuse(ranks, BAD_SCALE, token * form.scales + i, word)
+                reject(ranks, BAD_SCALE, token * form.scales + i, word)
     return word

@@ -33,9 +33,9 @@ earlier one. After the operation in which a rank gives up, everything that it se
 (marks.py), so no peer accepts its data as valid.
 
 A rank whose host rejects an operation, because of an invalid argument, still consumes the operation's epoch: it stores
-its reason at all ranks, sets their `refusal` flag, and sets its hello (`refusal.py`). Waits of that operation then stop
-on every rank, whichever rank they wait for. The reason is reported, and the next operation is not affected. A rejected
-operation still waits for the hellos of all ranks.
+its reason at all ranks, sets their `rejection` flag, and sets its hello (`rejection.py`). Waits of that operation then
+stop on every rank, whichever rank they wait for. The reason is reported, and the next operation is not affected. A
+rejected operation still waits for the hellos of all ranks.
 
 Ranks of several NVLink domains (domains.py) store only to memory of their own domain and reach other domains by puts
 over a wire (internode/wire.py), which guarantees only that a word arrives after the bytes of its own put. Across
@@ -62,7 +62,7 @@ from .heap import (
     LATE,
     NOTE_WORDS,
     NOTES,
-    REFUSED,
+    REJECTED,
     WAIT_BITS,
     WAIT_UNIT,
     Heap,
@@ -105,7 +105,7 @@ class Record(NamedTuple):
     seen: Any  # what was found instead
 
 
-TIMEOUT, MISMATCH, BAD_EXPERT, BAD_ROW, REFUSAL, PEER_FAILED, HALF, BAD_SCALE, WAITING = range(1, 10)
+TIMEOUT, MISMATCH, BAD_EXPERT, BAD_ROW, REJECTION, PEER_FAILED, HALF, BAD_SCALE, WAITING = range(1, 10)
 """Reasons in a record. PEER_FAILED: another rank has given up, and its alarm is in this rank's memory. HALF: this
 rank's host has launched a part of an operation and cannot launch the rest. Alarms have room for reasons up to HALF."""
 FAILED_BY_PEER = 3
@@ -114,7 +114,7 @@ this rank gave up itself and reports it."""
 LONG_NS = 60_000_000_000
 """A wait that lasts this long, or a tenth of the deadline, is reported for a warning."""
 
-REFUSED_KIND = KINDS.index("refused")
+REJECTED_KIND = KINDS.index("rejected")
 
 POLLS_PER_CHECK = 256
 """Number of polls between two checks of the deadline."""
@@ -339,7 +339,7 @@ def gives_up(
 @cute.jit
 def why_stop(ranks: Ranks, start: Int64, peer: Int32) -> tuple[Int32, Int64]:
     """By one thread that has waited for `peer` since `start`: return the reason to stop waiting, or 0, and the mark
-    that is its cause, the peer's hello or the `refusal` flag.
+    that is its cause, the peer's hello or the `rejection` flag.
 
     Reasons are: the deadline has passed; this rank has given up before, or received an alarm; a rank rejects the
     operation; or the peer's hello has other terms, because the ranks disagree on what they run. Waits for blocks of
@@ -356,17 +356,17 @@ def why_stop(ranks: Ranks, start: Int64, peer: Int32) -> tuple[Int32, Int64]:
     if failed != 0 or arch.globaltimer() - start > limit:
         reason = Int32(TIMEOUT)
     mark = ptx.ld_acquire_sys(ranks.at(ranks.own, "hello") + Int64(peer) * 8)
-    heed_refusals(ranks)
+    heed_rejections(ranks)
     # A rank that rejects releases this flag before its hello: an acquire of the hello makes the flag visible.
-    refusal = ptx.ld_acquire_sys(ranks.at(ranks.own, "refusal"))
+    rejection = ptx.ld_acquire_sys(ranks.at(ranks.own, "rejection"))
     if mark != ranks.mark and same_operation(mark, ranks.mark):
         if const_expr(not ranks.heap.problem.domains):
             reason = Int32(MISMATCH)
-        elif kind_in(mark) != REFUSED_KIND:  # the flag may arrive after the hello
+        elif kind_in(mark) != REJECTED_KIND:  # the flag may arrive after the hello
             reason = Int32(MISMATCH)
-    if same_operation(refusal, ranks.mark):
-        reason = Int32(REFUSAL)
-        mark = refusal
+    if same_operation(rejection, ranks.mark):
+        reason = Int32(REJECTION)
+        mark = rejection
     return reason, mark
 
 
@@ -411,13 +411,13 @@ def is_silent(ranks: Ranks, rank: Int32) -> Boolean:
 
 
 @cute.jit
-def heed_refusals(ranks: Ranks) -> None:
-    """By any thread: copy the rejection words that ranks of other NVLink domains set to the `refusal` flag."""
+def heed_rejections(ranks: Ranks) -> None:
+    """By any thread: copy the rejection words that ranks of other NVLink domains set to the `rejection` flag."""
     if const_expr(ranks.heap.problem.num_domains > 1):
         for rank in cutlass.range(ranks.world_size):
-            word = ranks.at(ranks.own, "refused") + Int64(rank) * 8
+            word = ranks.at(ranks.own, "rejected") + Int64(rank) * 8
             if same_operation(ptx.ld_relaxed_sys(word), ranks.mark):
-                ptx.st_release_sys(ranks.at(ranks.own, "refusal"), ptx.ld_acquire_sys(word))
+                ptx.st_release_sys(ranks.at(ranks.own, "rejection"), ptx.ld_acquire_sys(word))
 
 
 @cute.jit
@@ -429,7 +429,7 @@ def fail(ranks: Ranks, reason: Int32, flag: cutlass.Constexpr[str], peer: Int32,
         if reason == TIMEOUT:
             peer = late_rank(ranks, peer)
     record = Int32(0)
-    writes = reason == REFUSAL
+    writes = reason == REJECTION
     if writes:
         record = Int32(2)
     else:
@@ -561,9 +561,9 @@ def write_report(
 
 
 @cute.jit
-def refuse(ranks: Ranks, reason: cutlass.Constexpr[int], detail: Int32, value: Int32) -> None:
+def reject(ranks: Ranks, reason: cutlass.Constexpr[int], detail: Int32, value: Int32) -> None:
     """Report an invalid value in the second record, if it is the first since the host last read it."""
-    if ptx.atom_claim(ranks.own + REFUSED * 8) == 0:
+    if ptx.atom_claim(ranks.own + REJECTED * 8) == 0:
         write_report(ranks, 1, Int32(reason), Int32(0), ranks.rank, detail, Int64(value))
 
 

@@ -40,7 +40,7 @@ from .formats import (
     format_of,
     layout_of,
     per_row,
-    refuse_hidden,
+    reject_hidden,
 )
 from .records import (
     DISTINCT,
@@ -208,10 +208,10 @@ def _rows_asked(comm: Member, capacity: int, alignment: int, slots: int) -> None
     if not 0 <= capacity < INT32_LIMIT:
         raise ValueError(f"capacity is {capacity}; allowed: 0..2**31 - 1")
     if capacity % alignment:
-        raise ValueError(f"capacity is {capacity}; it must be a multiple of alignment {alignment}")
+        raise ValueError(f"capacity is {capacity}; allowed: a multiple of alignment {alignment}")
     if slots and capacity != comm.num_local_experts * slots:
         raise ValueError(
-            f"capacity is {capacity}; with slots {slots} it must be num_local_experts {comm.num_local_experts} x slots"
+            f"capacity is {capacity}; allowed with slots {slots}: num_local_experts {comm.num_local_experts} x slots"
             f" = {comm.num_local_experts * slots}"
         )
 
@@ -272,7 +272,7 @@ def _route(comm: Member, a: AnyRouted, num_rows: int | None = None) -> int:
 
 def _divides(comm: Member, argument: str, form: Format) -> None:
     """Raise ValueError if the communicator's rows cannot be sent in a format."""
-    refuse_hidden(comm.hidden_size, form)
+    reject_hidden(comm.hidden_size, form)
     if comm.config.backend == "cute" and comm.hidden_size > _MOST_HIDDEN:
         raise ValueError(
             f"{argument} is {form.name!r}, and hidden_size {comm.hidden_size}; allowed on backend 'cute': at most"
@@ -341,4 +341,4 @@ def _tensor(
     if tensor.device != comm.device:
         raise ValueError(f"{name} is on {tensor.device}; communicator {comm.name!r} is on {comm.device}")
     if not tensor.is_contiguous():
-        raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")
+        raise ValueError(f"{name} has strides {tensor.stride()}; allowed: contiguous")

@@ -30,7 +30,7 @@ from .group.survivors import ExpertIds
 from .group.topology import gpu_problem, multiprocessors, rails_of
 from .memory import MemoryPlan, plan_of
 from .methods import Methods
-from .operators.rejection import refuse_thread
+from .operators.rejection import reject_thread
 from .overflow import Overflow
 from .records import Operation
 
@@ -271,7 +271,7 @@ class Communicator(Methods):
             ValueError: ``num_rows`` exceeds ``symmetric_rows``.
             RuntimeError: the communicator was destroyed.
         """
-        refuse_destroyed(self)
+        reject_destroyed(self)
         checks.empty_rows(self, num_rows)
         return self.backend.empty_rows(num_rows)
 
@@ -393,7 +393,7 @@ class Communicator(Methods):
             ValueError: ``rank`` is out of range.
             RuntimeError: the communicator was destroyed, or the memory of that rank cannot be read.
         """
-        refuse_destroyed(self)
+        reject_destroyed(self)
         rank = self.rank if rank is None else rank
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank is {rank}; allowed: 0..{self.world_size - 1}")
@@ -577,10 +577,10 @@ def _unfit(own: Config, device: torch.device, multiprocessors: int) -> str | Non
     return unfit
 
 
-def refuse_destroyed(comm: Communicator) -> None:
+def reject_destroyed(comm: Communicator) -> None:
     """Raise RuntimeError for a communicator that was destroyed, or that a parent process has created."""
     if comm.destroyed:
-        registry.refuse(comm.name)
+        registry.reject(comm.name)
 
 
 @contextlib.contextmanager
@@ -599,9 +599,9 @@ def together(comm: Communicator, call: str, problem: str | None = None, values: 
         ValueError: a rank rejects the call.
         RuntimeError: ranks make different calls, or the communicator was destroyed or has failed.
     """
-    refuse_destroyed(comm)
+    reject_destroyed(comm)
     if not comm.busy.acquire(blocking=False):
-        refuse_thread(call, comm.backend)
+        reject_thread(call, comm.backend)
     try:
         with comm.backend.together(call, problem, values) as gathered:
             yield gathered

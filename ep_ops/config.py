@@ -203,7 +203,7 @@ class Config:
             if "holds" in option.metadata and not option.metadata["holds"](value):
                 variable = option.metadata.get("variable")
                 source = f" (default: {variable} in the environment)" if variable else ""
-                return f"{option.name} is {value!r}; it must be {option.metadata['words']}{source}"
+                return f"{option.name} is {value!r}; allowed: {option.metadata['words']}{source}"
         return self._sizes_problem() or self._experts_problem()
 
     def _sizes_problem(self) -> str | None:
@@ -212,7 +212,7 @@ class Config:
             made = f"rows of {size} bytes in {self.dtype}; allowed: a multiple of 16 bytes"
             return f"hidden_size is {self.hidden_size}, which makes {made}"
         if self.domain_size is not None and self.world_size % self.domain_size:
-            return f"domain_size is {self.domain_size}; it must be a divisor of the {self.world_size} ranks"
+            return f"domain_size is {self.domain_size}; allowed: a divisor of the {self.world_size} ranks"
         if self.backend == "cute" and self.device_type != "cuda":
             return f"backend 'cute' runs on CUDA devices; the device is {self.device_type!r}"
         return None
@@ -221,11 +221,11 @@ class Config:
         held = self.experts_per_rank
         whole = isinstance(held, tuple) and len(held) == self.world_size
         if not whole or not all(is_int(n) and n >= 0 for n in held):
-            return f"experts_per_rank is {held!r}; it must hold one int >= 0 for each of {self.world_size} ranks"
+            return f"experts_per_rank is {held!r}; allowed: one int >= 0 for each of {self.world_size} ranks"
         if sum(held) != self.num_experts:
             return f"experts_per_rank {held} adds up to {sum(held)}, but num_experts is {self.num_experts}"
         if self.top_k > self.num_experts + self.lost_experts:
-            return f"top_k is {self.top_k}; it must be at most num_experts, which is {self.num_experts}"
+            return f"top_k is {self.top_k}; allowed: at most num_experts, which is {self.num_experts}"
         sizes = self.world_size, self.max_tokens_per_rank, self.top_k, max(held), self.alignment
         if most_rows(*sizes, repeats=True) + self.alignment >= INT32_LIMIT:
             return (

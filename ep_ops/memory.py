@@ -53,7 +53,7 @@ def memory_plan(
     if not is_int(rank) or not 0 <= rank < world_size:
         raise ValueError(f"rank is {rank!r}; allowed: 0..{world_size - 1}")
     if capacity is not None and (not is_int(capacity) or capacity < 0):
-        raise ValueError(f"capacity is {capacity!r}; it must be None or an int of at least 0")
+        raise ValueError(f"capacity is {capacity!r}; allowed: None or an int of at least 0")
     return plan_of(config, rank, capacity)
 
 
@@ -64,7 +64,7 @@ def planned(config: Config, world_size: int) -> Config:
         ValueError: no communicator accepts a value.
     """
     if not is_int(world_size) or world_size < 1:
-        raise ValueError(f"world_size is {world_size!r}; it must be an int of at least 1")
+        raise ValueError(f"world_size is {world_size!r}; allowed: an int of at least 1")
     backend = "cute" if config.backend == "auto" else config.backend
     wire = "nvshmem" if config.wire == "auto" else config.wire
     device = "cpu" if backend == "reference" else "cuda"

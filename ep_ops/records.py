@@ -285,7 +285,7 @@ def whole(name: str, given: Any) -> int:
     except Exception:
         number = None
     if number is None:
-        raise ValueError(f"{name} is {given!r}; it must be an int")
+        raise ValueError(f"{name} is {given!r}; allowed: an int")
     return number
 
 

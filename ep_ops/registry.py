@@ -34,11 +34,11 @@ def get(name: str) -> Living:
     """Return the communicator of that name, or raise RuntimeError."""
     found = living.get(name)
     if found is None:
-        refuse(name)
+        reject(name)
     return found
 
 
-def refuse(name: str) -> NoReturn:
+def reject(name: str) -> NoReturn:
     """Raise RuntimeError for a communicator that does not exist here."""
     state = "was destroyed" if name in _destroyed else "does not exist in this process"
     if name in _inherited and name not in _destroyed:

@@ -217,4 +217,4 @@ class CombineSender(SplitOperation, Kernel):
 def report_bad_row(ranks: sync.Ranks, row: Int32, num_rows: Int32) -> None:
     """Reports a row that lies behind the `num_rows` that there are."""
     if row >= num_rows:
-        sync.refuse(ranks, sync.BAD_ROW, row, num_rows)
+        sync.reject(ranks, sync.BAD_ROW, row, num_rows)

@@ -89,7 +89,7 @@ def end(ranks: sync.Ranks) -> None:
     blocks, _, _ = arch.grid_dim()
     while ptx.ld_acquire_gpu(ranks.own + TICKET * 8) != blocks:
         pass
-    operation.end_refused(ranks)
+    operation.end_rejected(ranks)
     ptx.st_u64(ranks.own + TICKET * 8, Int64(0))
     ptx.st_u64(ranks.own + EPOCH * 8, ranks.epoch + 1)
 

@@ -21,7 +21,7 @@ from ..experts import local_experts
 from ..heap import ALIGNMENT, CAPACITY, SLOTS, Problem
 from ..ids import thread_id, warp_id
 from ..segments import place_segments, write_segment
-from ..sync import BAD_EXPERT, Ranks, refuse
+from ..sync import BAD_EXPERT, Ranks, reject
 from .packets import THREADS, WARPS, Words, lane_offset, lane_vector, marks
 from .sizes import PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, LatencyHeap, table_ints
 
@@ -142,7 +142,7 @@ def own_route_words(ranks: Ranks, args: Any, packet: Int32, lane: Int32, report:
             words[i // 2] = words[i // 2] | (Uint32(expert) << 16)
     if cutlass.const_expr(report):
         if bad >= 0:
-            refuse(ranks, BAD_EXPERT, first + bad, ptx.ld_i32(args.topk_idx + Int64(first + bad) * 4))
+            reject(ranks, BAD_EXPERT, first + bad, ptx.ld_i32(args.topk_idx + Int64(first + bad) * 4))
     if vector == 0:
         words[0] = Uint32(args.capacity)
         words[1] = Uint32(args.alignment)

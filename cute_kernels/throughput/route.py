@@ -21,7 +21,7 @@ from ..domains import is_near
 from ..experts import first_expert, holder_of
 from ..heap import ALIGNMENT, CAPACITY, COPIES, ENTRY_BYTES, PLACING_WARPS, SETTINGS_INTS, SLOTS, Problem
 from ..ids import thread_id, warp_id
-from ..sync import BAD_EXPERT, Ranks, refuse
+from ..sync import BAD_EXPERT, Ranks, reject
 
 THREADS = 32 * PLACING_WARPS
 """Threads of every block of a publish kernel."""
@@ -193,7 +193,7 @@ def count_entry(ranks: Ranks, counters: Counters, asked: Asked, distinct: Boolea
     again = distinct and expert >= 0 and (same_expert & of_token & below) != 0
     same_expert = same_expert & ~arch.vote_ballot_sync(again)
     if expert < -1 or expert >= p.num_experts or again:
-        refuse(ranks, BAD_EXPERT, asked.asker, expert)
+        reject(ranks, BAD_EXPERT, asked.asker, expert)
         expert = Int32(-1)
     if expert >= 0:
         holder = holder_of(p, expert)

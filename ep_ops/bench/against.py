@@ -42,7 +42,7 @@ def difference(run: Found, earlier: Found) -> str | None:
     return None
 
 
-def refuse_other_kind(options: argparse.ArgumentParser, args: argparse.Namespace, **facts: Any) -> None:
+def reject_other_kind(options: argparse.ArgumentParser, args: argparse.Namespace, **facts: Any) -> None:
     """End the program with one line if the run of `--against` is of another kind than a run with these facts."""
     if args.against is not None:
         why = difference({**facts, "world_size": args.ranks, "sharing": args.sharing > 1}, args.against)

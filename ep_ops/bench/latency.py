@@ -26,7 +26,7 @@ import torch
 
 from ep_ops import Communicator
 
-from .against import refuse_other_kind
+from .against import reject_other_kind
 from .baselines import SameBytes
 from .latency_report import NAMES, table
 from .operators import MAX_ERROR
@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser()
     args = read(options, argv)
-    refuse_other_kind(options, args, **facts_of(args))
+    reject_other_kind(options, args, **facts_of(args))
     return on_every_rank(measure, args)
 
 

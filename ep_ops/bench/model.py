@@ -186,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--out", type=a_file, metavar="FILE", help="write the predictions as JSON")
     args = options.parse_args(argv)
     if not 0 < args.staging < math.inf:
-        options.error(f"--staging is {args.staging:g}; it must be a positive number of GiB")
+        options.error(f"--staging is {args.staging:g}; allowed: a positive number of GiB")
     try:
         found = model(H200, args.tokens, args.few_tokens, int(args.staging * GIB))
     except ValueError as too_little:

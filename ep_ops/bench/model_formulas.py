@@ -155,7 +155,7 @@ def expected(layout: Layout) -> ModelTraffic:
     """Return the average traffic if all ranks have equally many experts. Raises ValueError if the experts cannot be
     divided evenly."""
     if layout.experts % layout.ranks:
-        raise ValueError(f"experts is {layout.experts}; it must be a multiple of the {layout.ranks} ranks")
+        raise ValueError(f"experts is {layout.experts}; allowed: a multiple of the {layout.ranks} ranks")
     held = layout.experts // layout.ranks
     reaches_rank = 1 - missed(layout, held)
     reaches_domain = 1 - missed(layout, held * layout.domain_ranks)

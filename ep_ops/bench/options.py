@@ -77,7 +77,7 @@ def read(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     if args.sharing > 1 and args.backend == "auto":  # which takes the reference where ranks share a GPU
         args.backend = "cute"
     if (hidden := getattr(args, "hidden", None)) and hidden % 8:
-        options.error(f"--hidden is {hidden}; it must be a multiple of 8 (rows of 16 bytes)")
+        options.error(f"--hidden is {hidden}; allowed: a multiple of 8 (rows of 16 bytes)")
     if hasattr(args, "experts") and args.top_k > args.experts:
         options.error(f"--top-k is {args.top_k}; allowed: 1..{args.experts}, of --experts")
     if (size := getattr(args, "domain_size", None)) and args.ranks % size:

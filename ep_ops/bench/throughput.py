@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .against import refuse_other_kind
+from .against import reject_other_kind
 from .options import add_against, add_domain_options, names_of, new_parser, numbers, positive, read
 from .presets import MEASURABLE, PRESETS, Preset, over_sms
 from .ranks import on_every_rank
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = read(options, argv)
     if args.preset is None:
         args.preset = "quick" if args.device == "cuda" or args.dry_run else "tiny"
-    refuse_other_kind(options, args, preset=args.preset)
+    reject_other_kind(options, args, preset=args.preset)
     if args.dry_run:
         if os.environ.get("RANK", "0") == "0":
             print(plan_text(preset_of(args), args.ranks))

@@ -58,7 +58,7 @@ def draw_route(workload: Workload, rank: int, seed: int, device: torch.device, w
         hot = torch.rand((workload.tokens, 1), generator=draw, device=device) < part
         noise[:, default_experts(workload.experts, world_size)[0] :] -= 2.0 * hot
     elif workload.routing != "balanced":
-        raise ValueError(f"routing is {workload.routing!r}; it must be one of {ROUTINGS}, or like 'hot 0.2'")
+        raise ValueError(f"routing is {workload.routing!r}; allowed: one of {ROUTINGS}, or like 'hot 0.2'")
     return noise.topk(workload.top_k, dim=1).indices.int()
 
 

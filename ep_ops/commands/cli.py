@@ -151,8 +151,8 @@ def run_compile(args: argparse.Namespace) -> int:
         config = ahead.checked_config(ahead.config_of(args), args.ranks)
         formats = ahead.formats_of(args.format, args.hidden_size)
         count = ahead.compile_communicator(config, arch, formats)
-    except (ValueError, RuntimeError) as refused:
-        print(f"ep-ops compile: {refused}", file=sys.stderr)
+    except (ValueError, RuntimeError) as rejected:
+        print(f"ep-ops compile: {rejected}", file=sys.stderr)
         return 2
     print(f"{count} kernels for {arch} are in {ahead.folder()}")
     return 0

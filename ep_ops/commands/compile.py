@@ -22,7 +22,7 @@ from ep_ops.backends import no_device_library
 from ep_ops.backends.cute.sizing import across
 from ep_ops.config import Config, options
 from ep_ops.formats import format_of, layout_of
-from ep_ops.formats.quantize import refuse_hidden
+from ep_ops.formats.quantize import reject_hidden
 from ep_ops.memory import planned
 
 
@@ -67,7 +67,7 @@ def formats_of(texts: Sequence[str], hidden_size: int) -> list[tuple[str, str]]:
     found = []
     for text in texts:
         name, _, layout = text.partition("=")
-        refuse_hidden(hidden_size, format_of(name))
+        reject_hidden(hidden_size, format_of(name))
         layout_of(format_of(name), layout)
         found.append((name, layout))
     return found
@@ -93,7 +93,7 @@ def folder() -> Path:
         raise RuntimeError("EP_OPS_CACHE_DIR is empty: there is no folder to keep compiled kernels in")
     try:
         found.mkdir(mode=0o700, parents=True, exist_ok=True)
-        why = jit.refusal(found)
+        why = jit.rejection(found)
     except OSError as error:
         why = str(error)
     if why is not None:

@@ -229,7 +229,7 @@ def caches() -> list[str]:
         from cute_kernels import jit
 
         folder = jit.cache_dir()
-        why = None if folder is None else jit.refusal(folder)
+        why = None if folder is None else jit.rejection(folder)
         line = f"kernels    {folder or 'not kept on disk (EP_OPS_CACHE_DIR is empty)'}"
         lines.append(line + (f"  (not used: {why})" if why else ""))
     except (ImportError, AttributeError) as error:

@@ -23,10 +23,10 @@ from meta_kernels.rows import exact_dtype
 
 from .groups import Segments
 from .layouts import ScaleLayout, view
-from .quantize import dequantize, quantize, refuse_hidden
+from .quantize import dequantize, quantize, reject_hidden
 
 __all__ = [
     "COMBINE_FORMATS", "ELEMENT", "FORMATS", "LAYOUTS", "OF_TOKENS", "Format", "Grid", "ScaleLayout", "Segments",
     "combine_format_problem", "dequantize", "exact_dtype", "format_of", "layout_of", "per_row", "quantize",
-    "refuse_hidden", "round_up", "scales_shape", "view",
+    "reject_hidden", "round_up", "scales_shape", "view",
 ]  # fmt: skip

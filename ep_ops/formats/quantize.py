@@ -42,7 +42,7 @@ def quantize(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: H is not a multiple of the block.
     """
-    refuse_hidden(x.shape[1], form)
+    reject_hidden(x.shape[1], form)
     count = per_row(form, x.shape[1])
     blocks = x.float().view(x.shape[0], count, x.shape[1] // count)
     amax = blocks.abs().amax(2)  # [T, G]; NaN if the block has one
@@ -71,7 +71,7 @@ def dequantize(codes: Tensor, scales: Tensor, form: Format, dtype: torch.dtype) 
     return (blocks * exact.view(-1, count, 1)).view(codes.shape).to(dtype)
 
 
-def refuse_hidden(hidden: int, form: Format) -> None:
+def reject_hidden(hidden: int, form: Format) -> None:
     """Raise ValueError for a hidden size that the format does not allow."""
     if hidden % form.multiple:
         raise ValueError(

@@ -37,8 +37,8 @@ def gather(
     message = [zlib.crc32(call.encode()), int(problem is not None), number, *values]
     message += [0] * (9 + 2 * exchange.world_size - len(message))  # one length for all calls
     gathered = exchange.all_gather(torch.tensor(message, device="cpu")).cpu()
-    refusing = gathered[:, 1].nonzero().flatten().tolist()
-    if len(gathered[:, 2].unique()) > 1 or (len(gathered[:, 0].unique()) > 1 and not refusing):
+    rejecting = gathered[:, 1].nonzero().flatten().tolist()
+    if len(gathered[:, 2].unique()) > 1 or (len(gathered[:, 0].unique()) > 1 and not rejecting):
         calls = exchange.all_gather_text(f"{call} of {of!r}" if of else call)
         made = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(calls))
         differ = (
@@ -46,10 +46,10 @@ def gather(
             " one order"
         )
         return gathered[:, 3:], [], differ
-    if not refusing:
+    if not rejecting:
         return gathered[:, 3:], [], None
     reasons = exchange.all_gather_text(problem or "")
-    return gathered[:, 3:], [f"rejected by rank {rank}: {reasons[rank]}" for rank in refusing], None
+    return gathered[:, 3:], [f"rejected by rank {rank}: {reasons[rank]}" for rank in rejecting], None
 
 
 def meet(
@@ -61,9 +61,9 @@ def meet(
         ValueError: a rank rejects the call.
         RuntimeError: ranks make different calls, or calls of different communicators.
     """
-    gathered, refusals, differ = gather(exchange, call, of, number, problem, values)
+    gathered, rejections, differ = gather(exchange, call, of, number, problem, values)
     if differ:
         raise RuntimeError(differ)
-    if refusals:
-        raise ValueError(problem or "; ".join(refusals))
+    if rejections:
+        raise ValueError(problem or "; ".join(rejections))
     return gathered

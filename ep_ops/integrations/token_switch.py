@@ -69,7 +69,7 @@ class EpOpsTokenSwitch(TokenSwitch):
         hidden_size, odd = divmod(max_token_bytes, dtype.itemsize)
         if odd:
             raise ValueError(
-                f"max_token_bytes is {max_token_bytes}; it must be a multiple of {dtype.itemsize}, for {dtype}"
+                f"max_token_bytes is {max_token_bytes}; allowed: a multiple of {dtype.itemsize}, for {dtype}"
             )
         self._group, self._rows, self._dtype = process_group, max_recv_tokens_per_rank, dtype
         self._options = dict(alignment=1) | options | dict(
@@ -135,7 +135,7 @@ class EpOpsTokenSwitch(TokenSwitch):
             self._dispatch(routing, tokens, topk_weights, *out)
             return out
         if max_recv_tokens is None:
-            self._reject("dispatch_planned", "max_recv_tokens is None; it must be an int unless out= is given")
+            self._reject("dispatch_planned", "max_recv_tokens is None; allowed: an int unless out= is given")
         self._check_rows("dispatch_planned", "max_recv_tokens", max_recv_tokens)
         sent = self.comm.dispatch_planned(tokens, routing.handle, topk_weights)
         assert sent.weights is not None
@@ -184,7 +184,7 @@ class EpOpsTokenSwitch(TokenSwitch):
 
     def _check_rows(self, operator: str, name: str, rows: int) -> None:
         if not 0 <= rows <= self._rows:
-            self._reject(operator, f"{name} is {rows}; it must be 0 to max_recv_tokens_per_rank, {self._rows}")
+            self._reject(operator, f"{name} is {rows}; allowed: 0 to max_recv_tokens_per_rank, {self._rows}")
 
     def _reject(self, operator: str, reason: str) -> NoReturn:
         reject(operator, self.comm.backend, ValueError(reason), 0, None)

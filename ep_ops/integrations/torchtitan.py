@@ -77,9 +77,9 @@ class EpOpsTokenDispatcher(BaseEPTokenDispatcher):
         super().__init__(config)
         factor = 1.0 if config.non_blocking_capacity_factor is None else config.non_blocking_capacity_factor
         if not isinstance(factor, (int, float)) or not 0 < factor <= 1:
-            raise ValueError(f"non_blocking_capacity_factor is {factor!r}; it must be None or in (0, 1]")
+            raise ValueError(f"non_blocking_capacity_factor is {factor!r}; allowed: None or in (0, 1]")
         if config.dtype not in TORCH_DTYPE_MAP:
-            raise ValueError(f"dtype is {config.dtype!r}; it must be one of {', '.join(map(repr, TORCH_DTYPE_MAP))}")
+            raise ValueError(f"dtype is {config.dtype!r}; allowed: one of {', '.join(map(repr, TORCH_DTYPE_MAP))}")
         self.config, self._factor = config, factor
         self._comm: Communicator | None = None
 
@@ -90,7 +90,7 @@ class EpOpsTokenDispatcher(BaseEPTokenDispatcher):
             raise ValueError("ep_mesh is None; EpOpsTokenDispatcher needs expert_parallel_degree > 1")
         if config.num_experts % mesh.size():
             raise ValueError(
-                f"num_experts is {config.num_experts}; it must be a multiple of the EP mesh's size, {mesh.size()}"
+                f"num_experts is {config.num_experts}; allowed: a multiple of the EP mesh's size, {mesh.size()}"
             )
         for name in ("hidden_dim", "num_max_tokens_per_rank"):
             if getattr(config, name) is None:

@@ -236,7 +236,7 @@ class PrepareAndFinalize(_PrepareAndFinalize):
     def __init__(self, *comms: Communicator, capacity_factor: float = 1.0, sp_size: int = 1) -> None:
         super().__init__(*comms, sp_size=sp_size)
         if not isinstance(capacity_factor, (int, float)) or not 0 < capacity_factor <= 1:
-            raise ValueError(f"capacity_factor is {capacity_factor!r}; it must be in (0, 1]")
+            raise ValueError(f"capacity_factor is {capacity_factor!r}; allowed: in (0, 1]")
         self._factor = capacity_factor
 
     @property
@@ -279,7 +279,7 @@ class BatchedPrepareAndFinalize(_PrepareAndFinalize):
         ranks = comms[0].world_size
         self._slots = ranks * comms[0].max_tokens_per_rank if slots is None else slots
         if self._slots < ranks or self._slots % ranks:
-            raise ValueError(f"slots is {slots}; it must be a positive multiple of the number of ranks, {ranks}")
+            raise ValueError(f"slots is {slots}; allowed: a positive multiple of the number of ranks, {ranks}")
 
     @property
     def activation_format(self) -> mk.FusedMoEActivationFormat:

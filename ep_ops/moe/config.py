@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ep_ops.config import Config, is_int
-from ep_ops.formats import combine_format_problem, format_of, layout_of, refuse_hidden
+from ep_ops.formats import combine_format_problem, format_of, layout_of, reject_hidden
 from ep_ops.records import ROW_LAYOUTS
 
 from .placement import problem_of
@@ -79,11 +79,11 @@ class MoECommunicatorConfig(Config):
     def problem_of_layer(self) -> str | None:
         """Return what is wrong with the options that :class:`ep_ops.Config` does not have, or None."""
         if self.mode not in MODES:
-            return f"mode is {self.mode!r}; it must be one of {', '.join(map(repr, MODES))}"
+            return f"mode is {self.mode!r}; allowed: one of {', '.join(map(repr, MODES))}"
         if self.layout not in ROW_LAYOUTS:
-            return f"layout is {self.layout!r}; it must be one of {', '.join(map(repr, ROW_LAYOUTS))}"
+            return f"layout is {self.layout!r}; allowed: one of {', '.join(map(repr, ROW_LAYOUTS))}"
         if self.capacity is not None and self.capacity != EXACT and (not is_int(self.capacity) or self.capacity < 0):  # type: ignore[operator]
-            return f"capacity is {self.capacity!r}; it must be None, 'exact' or an int of at least 0"
+            return f"capacity is {self.capacity!r}; allowed: None, 'exact' or an int of at least 0"
         if self.capacity == EXACT and self.layout == "padded":
             return "capacity is 'exact'; layout 'padded' has a fixed number of slots; allowed: None or an int"
         if self.capacity == 0 and self.layout == "padded":
@@ -106,7 +106,7 @@ class MoECommunicatorConfig(Config):
             if format:
                 layout_of(format_of(format), scales_as)
             for name in filter(None, (format, self.combine_format)):
-                refuse_hidden(self.hidden_size, format_of(name))
+                reject_hidden(self.hidden_size, format_of(name))
         except ValueError as error:
             return str(error)
         return None
@@ -118,7 +118,7 @@ def quant_problem(quant: Any, mode: str) -> str | None:
         return f"quant is {quant!r}; allowed: an ep_ops.moe.Quant (or None in a dispatch)"
     for name, given in (("format", quant.format), ("scales_as", quant.scales_as)):
         if not isinstance(given, str):
-            return f"{name} of quant is {given!r}; it must be a str"
+            return f"{name} of quant is {given!r}; allowed: a str"
     if mode == "latency" and "row" in quant.format:
         return f"format is {quant.format!r}; mode 'latency' has no kernels for one scale a row; allowed: mode 'auto'"
     return None

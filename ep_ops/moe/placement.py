@@ -29,9 +29,9 @@ SLACK = 0.05
 def problem_of(placement: Sequence[int], num_experts: int) -> str | None:
     """Return what is wrong with a placement of ``num_experts`` logical experts, or None."""
     if not isinstance(placement, Sequence) or isinstance(placement, str):
-        return f"placement is {placement!r}; it must hold the logical expert of each physical one"
+        return f"placement is {placement!r}; allowed: the logical expert of each physical one"
     if not is_int(num_experts) or num_experts < 1:
-        return f"num_experts is {num_experts!r}; it must be a positive int"
+        return f"num_experts is {num_experts!r}; allowed: a positive int"
     for place, expert in enumerate(placement):
         if not is_int(expert) or not 0 <= expert < num_experts:
             return f"placement[{place}] is {expert!r}; allowed: logical experts, 0..{num_experts - 1}"

@@ -30,7 +30,7 @@ def plot_begun(stats: Stats, path: str | Path) -> Path:
     Raises:
         ValueError: no operation was recorded by all ranks (the reference backend records none).
     """
-    _refuse_none(stats)
+    _reject_none(stats)
     late = (stats.begun * 1e6).tolist()
     means = (stats.late * 1e6).tolist()
     heads = ("How much later than the first rank each one began", f"latest on average: {_worst(means)}")
@@ -48,7 +48,7 @@ def plot_waits(stats: Stats, path: str | Path) -> Path:
 
     Arguments, result and errors are those of :func:`plot_begun`.
     """
-    _refuse_none(stats)
+    _reject_none(stats)
     ranks = stats.waits.shape[0]
     means = (stats.waits.mean(2) * (1 - torch.eye(ranks, device="cpu")) * 1e6).tolist()  # µs; nobody waits for itself
     heads = (
@@ -60,7 +60,7 @@ def plot_waits(stats: Stats, path: str | Path) -> Path:
     return _grid(Path(path), heads, means, names, ("longest, µs", [max(row) for row in means]), foot)
 
 
-def _refuse_none(stats: Stats) -> None:
+def _reject_none(stats: Stats) -> None:
     if not stats.operations:
         raise ValueError("stats has no operations that all ranks have recorded; allowed: those of the cute backend")
 

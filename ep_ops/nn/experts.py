@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ep_ops import inputs
-from ep_ops.communicator import Communicator, refuse_destroyed
-from ep_ops.formats import combine_format_problem, format_of, refuse_hidden
+from ep_ops.communicator import Communicator, reject_destroyed
+from ep_ops.formats import combine_format_problem, format_of, reject_hidden
 from ep_ops.nn.expert_mlp import Computed, SentTokens, end, expert_mlp, expert_rows, is_late
 from ep_ops.nn.expert_module import ExpertModule, check_split, fill_weight
 from ep_ops.nn.gemms import choose
@@ -76,7 +76,7 @@ class Experts(ExpertModule):
         gemms: str | Gemms = "auto",
     ) -> None:  # fmt: skip
         check_types(Communicator, comm=comm)
-        refuse_destroyed(comm)
+        reject_destroyed(comm)
         super().__init__()
         if format not in ("", ROW) and not format.startswith("wire:"):
             raise ValueError(f"format is {format!r}; allowed here: '', {ROW!r}, or one that begins with 'wire:'")
@@ -85,7 +85,7 @@ class Experts(ExpertModule):
         if problem := combine_format_problem("combine_format", combine_format):
             raise ValueError(problem)
         for name in filter(None, (format, combine_format)):
-            refuse_hidden(comm.hidden_size, format_of(name))
+            reject_hidden(comm.hidden_size, format_of(name))
         check_size("intermediate_size", intermediate_size, 1)
         if dynamic and capacity is not None:
             raise ValueError(f"capacity is {capacity} and dynamic is True; allowed: one of the two")
@@ -246,7 +246,7 @@ class Experts(ExpertModule):
 def check_size(name: str, size: Any, least: int) -> None:
     """Raise ValueError unless ``size`` is an int of at least ``least``."""
     if type(size) is not int or size < least:
-        raise ValueError(f"{name} is {size!r}; it must be an int of at least {least}")
+        raise ValueError(f"{name} is {size!r}; allowed: an int of at least {least}")
 
 
 def default_device(comm: Communicator) -> torch.device:

@@ -26,7 +26,7 @@ from torch import Tensor
 from ep_ops import formats
 from ep_ops.formats import Grid, ScaleLayout, Segments
 from ep_ops.group.topology import lack_of_kernels
-from ep_ops.operators.eager import refuse_transforms
+from ep_ops.operators.eager import reject_transforms
 from ep_ops.operators.gradients import free_gradient
 from ep_ops.operators.library import define, differentiate
 from ep_ops.records import Route, check_types
@@ -78,7 +78,7 @@ def swiglu_quantized(
     """
     rows = _checked(gate_and_up, route)
     form, layout = _format(format, scales_as)
-    formats.refuse_hidden(gate_and_up.shape[1] // 2, form)
+    formats.reject_hidden(gate_and_up.shape[1] // 2, form)
     if gate_and_up.dtype == torch.float64:
         raise TypeError("gate_and_up has dtype torch.float64; allowed for quantization: bfloat16, float16, float32")
     codes, scales = _SWIGLU_QUANTIZED(*rows, format, layout)
@@ -94,7 +94,7 @@ def _checked(x: Tensor, route: Route) -> tuple[Tensor, Tensor, Tensor, int, int]
     """Return the arguments that the operators begin with."""
     check_types(Tensor, gate_and_up=x)
     check_types(Route, route=route)
-    refuse_transforms("ep::swiglu", (x,))
+    reject_transforms("ep::swiglu", (x,))
     segments = route.segments
     if x.dtype not in _DTYPES:
         raise TypeError(f"gate_and_up has dtype {x.dtype}; allowed: {', '.join(map(str, _DTYPES))}")

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from .. import registry
 from ..records import is_ordinary, whole, wrong_type
 from . import recomputation
-from .rejection import is_tracing, refuse_thread, reject
+from .rejection import is_tracing, reject, reject_thread
 
 _TYPES: dict[str, frozenset[type]] = {
     "Tensor": frozenset({Tensor, torch.nn.Parameter}),
@@ -75,14 +75,14 @@ class Op:
         all ranks."""
         name = f"ep::{self.name}"
         if _is_compiling():
-            refuse_transforms(name, args)
+            reject_transforms(name, args)
             return self.overload(*args)
         given = dict(zip((argument.name for argument in self.schema.arguments), args, strict=True))
         comm = registry.living.get(given.get("comm", ""))
         calls = comm.backend.calls if comm is not None else 0
         try:
             _check_types(self.schema.arguments, args)
-            refuse_transforms(name, args)
+            reject_transforms(name, args)
             return self.overload(*args)
         except Exception as error:
             if comm is not None and comm.backend.calls == calls and not _is_traced(args):
@@ -154,7 +154,7 @@ def _remembering(
             if accepts(*given) and not (a[rows].data_ptr() % _ALIGNED or a[lists].data_ptr() % (_ALIGNED // 2)):
                 busy = comm.busy
                 if not busy.acquire(False):
-                    refuse_thread(f"ep::{op.name}", comm.backend)
+                    reject_thread(f"ep::{op.name}", comm.backend)
                 try:
                     return known.run(a)
                 except BaseException as error:
@@ -248,7 +248,7 @@ _ALLOWED = {
 }  # fmt: skip
 
 
-def refuse_transforms(name: str, args: tuple[Any, ...]) -> None:
+def reject_transforms(name: str, args: tuple[Any, ...]) -> None:
     """Raise NotImplementedError for forward-mode and torch.func derivatives, which are not supported.
 
     Otherwise forward-mode derivatives would silently be zero, and torch.func.grad would raise an error about an

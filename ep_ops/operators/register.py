@@ -22,7 +22,7 @@ from . import recomputation
 from .eager import RememberedOp, check_data
 from .library import CONTIGUOUS, define, differentiate
 from .operator import Operator
-from .rejection import refuse_thread, reject
+from .rejection import reject, reject_thread
 from .table import OPERATORS
 
 
@@ -84,7 +84,7 @@ def _implementation(op: Operator) -> Callable[..., Any]:
         a = new(record, args) if len(args) == whole else record(*args)
         comm = living.get(a.comm) or registry.get(a.comm)
         if not comm.busy.acquire(blocking=False):
-            refuse_thread(f"ep::{name}", comm.backend)
+            reject_thread(f"ep::{name}", comm.backend)
         try:
             try:
                 run = _accepted(op, comm, a).run

@@ -37,7 +37,7 @@ def is_tracing() -> bool:
 _fake_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
 
 
-def refuse_thread(call: str, backend: Backend) -> NoReturn:
+def reject_thread(call: str, backend: Backend) -> NoReturn:
     """Raise RuntimeError on all ranks for a call of a communicator that another thread is using. Ranks can differ in
     the order of the threads' calls, so the communicator fails."""
     backend.give_up(

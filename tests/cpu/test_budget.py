@@ -223,7 +223,7 @@ def test_read_when_the_operators_run(comm, seen, backend):
 
 
 def test_inside_a_compiled_function(comm, seen):
-    """It works where the graph may break there, and is refused where it may not, rather than left out."""
+    """It works where the graph may break there, and is rejected where it may not, rather than left out."""
 
     def inside(*args):
         with comm.sm_budget(dispatch=16, combine=32):

@@ -213,8 +213,8 @@ def one_communicator(remembered: bool, method: bool) -> list[Any]:
             finally:
                 store.set(called, "")
 
-        _, refused = in_threads(lambda: comm.combine(sent.x, sent.route), second)
-        return [refused, raised(comm.dispatch, x, idx)]
+        _, rejected = in_threads(lambda: comm.combine(sent.x, sent.route), second)
+        return [rejected, raised(comm.dispatch, x, idx)]
 
 
 def threads() -> list[list[Any]]:
@@ -249,11 +249,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no device": ({"device": "gpu"}, ValueError, "device is 'gpu'; allowed: a torch.device, its name, or None"),
     "type": ({"device": 1.5}, ValueError, "device is 1.5; allowed: a torch.device, its name, or None"),
     "array": ({"num_experts": torch.tensor([4, 4])}, ValueError, "num_experts is tensor([4, 4])"),
-    "function": ({"top_k": len}, ValueError, "top_k is <built-in function len>; it must be an int"),
+    "function": ({"top_k": len}, ValueError, "top_k is <built-in function len>; allowed: an int"),
     "local function": ({"backend": lambda: "cute"}, ValueError, "backend is <function <lambda> at"),
     "held": ({"experts_per_rank": 3}, ValueError, "experts_per_rank is 3"),
     "value": ({"hidden_size": -4}, ValueError, "hidden_size is -4"),
-    "unhashable": ({"name": ["ep"]}, ValueError, "name is ['ep']; it must be a str"),
+    "unhashable": ({"name": ["ep"]}, ValueError, "name is ['ep']; allowed: a str"),
 }
 
 

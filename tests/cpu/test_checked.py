@@ -415,7 +415,7 @@ def test_compiled_by_inductor():
             assert "ep::dispatch, operation 3" in raised(there_and_back, x)
 
 
-def test_what_is_captured_is_refused(monkeypatch):
+def test_what_is_captured_is_rejected(monkeypatch):
     with make() as comm:
         x, idx, _ = toy.inputs(5)
         monkeypatch.setattr(checked, "_capturing", lambda device: True)
@@ -432,7 +432,7 @@ def test_what_is_captured_is_refused(monkeypatch):
 # ---------------------------------------------------------------------- what ranks tell each other
 
 
-def check_refusals():
+def check_rejections():
     with make() as comm:
         x, idx, weights = toy.inputs(4)
         sent = comm.dispatch(x, idx, weights)
@@ -449,9 +449,9 @@ def check_refusals():
             return texts, raised(comm.plan, idx)
 
 
-def test_what_one_rank_refuses():
+def test_what_one_rank_rejects():
     """All raise the reason, and go on with the same number of operations."""
-    (others, one), (own, other) = run_ranks(2, check_refusals)
+    (others, one), (own, other) = run_ranks(2, check_rejections)
     for text, reason, name in zip(others, own, ("x", "x", "residual"), strict=True):
         assert reason.startswith(f"{name} has dtype torch.float64; allowed") and f"rejected by rank 1: {reason}" in text
     assert one == other and "ep::plan, operation 5, is" in one
@@ -506,7 +506,7 @@ def check_orders_differ():
         return raised(comm.dispatch, x, idx) if comm.rank else raised(comm.plan, idx)
 
 
-def check_refused_beside_another():
+def check_rejected_beside_another():
     with make() as comm:
         x, idx, _ = toy.inputs(4)
         if comm.rank:
@@ -518,8 +518,8 @@ def check_refused_beside_another():
         return str(error.value)
 
 
-def test_refused_while_others_run_another_operator():
-    other, own = run_ranks(2, check_refused_beside_another)
+def test_rejected_while_others_run_another_operator():
+    other, own = run_ranks(2, check_rejected_beside_another)
     assert own.startswith("x has dtype torch.float64") and other == f"plan: rejected by rank 1: {own}"
 
 
@@ -548,9 +548,9 @@ def test_on(monkeypatch):
         assert type(comm.backend) is CheckedBackend and comm.backend.name == "reference"
 
 
-def test_other_values_are_refused(monkeypatch):
+def test_other_values_are_rejected(monkeypatch):
     monkeypatch.setenv("EP_OPS_CHECK", "yes")
-    with pytest.raises(ValueError, match="check is 'yes'; it must be one of '0', '1' .default: EP_OPS_CHECK in"):
+    with pytest.raises(ValueError, match="check is 'yes'; allowed: one of '0', '1' .default: EP_OPS_CHECK in"):
         toy.communicator()
 
 

@@ -1,4 +1,4 @@
-"""Every refusal of ep_ops/checks.py: what is named, what was given, what is allowed."""
+"""Every rejection of ep_ops/checks.py: what is named, what was given, what is allowed."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def every(*arguments: str) -> list[tuple[str, str]]:
     return [(name, argument) for argument in arguments for name in those_with(argument)]
 
 
-def refused(comm: ep_ops.Communicator, name: str, error: type[Exception], *texts: str, **changed: Any) -> None:
+def rejected(comm: ep_ops.Communicator, name: str, error: type[Exception], *texts: str, **changed: Any) -> None:
     """``name``'s check raises ``error`` with all ``texts``; through the registered operator too."""
     arguments = good(name) | changed
     with pytest.raises(error) as raised:
@@ -191,18 +191,20 @@ def test_dtype(comm: ep_ops.Communicator, name: str, argument: str) -> None:
     allowed = TENSORS[argument]
     wrong = torch.int64 if allowed == torch.int32 else torch.float16
     given = good(name)[argument].to(wrong)
-    refused(comm, name, TypeError, argument, f"dtype {wrong}", f"allowed: {allowed}", **{argument: given})
+    rejected(comm, name, TypeError, argument, f"dtype {wrong}", f"allowed: {allowed}", **{argument: given})
 
 
 @pytest.mark.parametrize(("name", "argument"), every(*TENSORS))
 def test_shape(comm: ep_ops.Communicator, name: str, argument: str) -> None:
     given = good(name)[argument]
     wider = torch.zeros(*given.shape[:-1], given.shape[-1] + 5, dtype=given.dtype)
-    refused(comm, name, ValueError, f"{argument} has shape {tuple(wider.shape)}", "allowed: [", **{argument: wider})
+    rejected(comm, name, ValueError, f"{argument} has shape {tuple(wider.shape)}", "allowed: [", **{argument: wider})
     deeper = torch.zeros(1, *given.shape, dtype=given.dtype)
-    refused(comm, name, ValueError, f"{argument} has shape {tuple(deeper.shape)}", "allowed: [", **{argument: deeper})
+    rejected(comm, name, ValueError, f"{argument} has shape {tuple(deeper.shape)}", "allowed: [", **{argument: deeper})
     flatter = given[..., None].contiguous()
-    refused(comm, name, ValueError, f"{argument} has shape {tuple(flatter.shape)}", "allowed: [", **{argument: flatter})
+    rejected(
+        comm, name, ValueError, f"{argument} has shape {tuple(flatter.shape)}", "allowed: [", **{argument: flatter}
+    )
 
 
 WITHOUT_Y = [("combine_backward", "y"), ("combine_backward_start", "y")]
@@ -218,7 +220,7 @@ def test_only_what_is_optional_may_be_none(comm: ep_ops.Communicator, name: str,
 @pytest.mark.parametrize(("name", "argument"), every("x", "grad_out", "residual", "topk_weights", "send_rows"))
 def test_as_many_tokens_as_topk_idx(comm: ep_ops.Communicator, name: str, argument: str) -> None:
     fewer = good(name)[argument][:-1]
-    refused(comm, name, ValueError, f"{argument} has shape ({T - 1}, ", f"[{T}", "topk_idx", **{argument: fewer})
+    rejected(comm, name, ValueError, f"{argument} has shape ({T - 1}, ", f"[{T}", "topk_idx", **{argument: fewer})
 
 
 @pytest.mark.parametrize(
@@ -228,7 +230,7 @@ def test_as_many_rows_as_arrivals_was_planned_for(comm: ep_ops.Communicator, nam
     for wrong in (0, ROWS - 1, ROWS + 1, 2 * ROWS):
         given = of_rows(name, wrong)[argument]
         texts = (f"{argument} is {wrong}; allowed: {ROWS}",) if argument == "num_rows" else (f"({wrong},", f"[{ROWS}")
-        refused(comm, name, ValueError, argument, *texts, **{argument: given})
+        rejected(comm, name, ValueError, argument, *texts, **{argument: given})
 
 
 @pytest.mark.parametrize("name", those_with("recv_weights") + those_with("grad_recv_weights"))
@@ -236,7 +238,7 @@ def test_as_many_weights_as_rows(comm: ep_ops.Communicator, name: str) -> None:
     argument = "grad_recv_weights" if name.startswith("dispatch") else "recv_weights"
     for wrong in (0, ROWS - 1):
         expected = (f"{argument} has shape ({wrong},", f"[{ROWS}", "pass None")
-        refused(comm, name, ValueError, *expected, **{argument: good(name)[argument][:wrong]})
+        rejected(comm, name, ValueError, *expected, **{argument: good(name)[argument][:wrong]})
 
 
 def test_some_gradient_is_given(comm: ep_ops.Communicator) -> None:
@@ -268,12 +270,14 @@ def test_rows_begin_at_multiples_of_16_bytes(comm: ep_ops.Communicator, name: st
         whole = torch.zeros(given.numel() + off // size, dtype=given.dtype)
         shifted = whole[off // size :].view(given.shape)
         assert whole.data_ptr() % 16 == 0
-        refused(comm, name, ValueError, f"{argument} begins at address", "multiples of 16 bytes", **{argument: shifted})
+        rejected(
+            comm, name, ValueError, f"{argument} begins at address", "multiples of 16 bytes", **{argument: shifted}
+        )
 
 
 @pytest.mark.parametrize("name", those_with("topk_idx"))
 def test_too_many_tokens(comm: ep_ops.Communicator, name: str) -> None:
-    refused(comm, name, ValueError, f"topk_idx has {T} tokens", "at most max_tokens 4", max_tokens=T - 1)
+    rejected(comm, name, ValueError, f"topk_idx has {T} tokens", "at most max_tokens 4", max_tokens=T - 1)
 
 
 @pytest.mark.parametrize("name", those_with("arrivals"))
@@ -282,7 +286,7 @@ def test_arrivals_of_no_number_of_rows(comm: ep_ops.Communicator, name: str) -> 
     fits = arrivals.size(ROWS, 1)
     for shape in ((0,), (3,), (fits - 1,), (fits + 1,), (arrivals.size(ROWS, 2),), (1, fits), ()):
         texts = (f"arrivals has shape {shape}", "allowed: [4 R + 4] for R rows", "world_size 1")
-        refused(comm, name, ValueError, *texts, arrivals=torch.zeros(shape, dtype=torch.int32))
+        rejected(comm, name, ValueError, *texts, arrivals=torch.zeros(shape, dtype=torch.int32))
 
 
 INTS = [
@@ -307,33 +311,33 @@ def test_ints(comm: ep_ops.Communicator, argument: str, given: int, text: str) -
     for name in GROUPED if "multiple of alignment" in text else those_with(argument):
         if argument == "num_rows" and "arrivals" not in good(name):
             continue  # what its start knew
-        refused(comm, name, ValueError, f"{argument} is {given}", text, **{argument: given})
+        rejected(comm, name, ValueError, f"{argument} is {given}", text, **{argument: given})
 
 
 @pytest.mark.parametrize("name", those_with("layout"))
 def test_layouts(comm: ep_ops.Communicator, name: str) -> None:
-    refused(
+    rejected(
         comm, name, ValueError, "layout is 'by_token'; allowed: 'grouped', 'padded', 'token_major'", layout="by_token"
     )
     if "x" not in good(name) and name != "plan":
         return  # gradients: their sizes are those of the route
-    refused(comm, name, ValueError, "alignment is 4; allowed with layout 'token_major': 1", layout="token_major")
+    rejected(comm, name, ValueError, "alignment is 4; allowed with layout 'token_major': 1", layout="token_major")
     if "slots" not in good(name):
-        refused(comm, name, ValueError, "layout is 'padded'", "allowed with exact sizes: 'grouped'", layout="padded")
+        rejected(comm, name, ValueError, "layout is 'padded'", "allowed with exact sizes: 'grouped'", layout="padded")
         return
     for slots in (0, -8, 6):
         text = f"slots is {slots}, with layout 'padded'; allowed: positive multiples of alignment 4"
-        refused(comm, name, ValueError, text, layout="padded", slots=slots)
+        rejected(comm, name, ValueError, text, layout="padded", slots=slots)
 
 
 def test_rows_of_a_padded_route(comm: ep_ops.Communicator) -> None:
     text = "allowed: num_rows 24 / num_local_experts 3"
-    refused(comm, "dispatch_planned", ValueError, "slots is 4", text, layout="padded", slots=4)
+    rejected(comm, "dispatch_planned", ValueError, "slots is 4", text, layout="padded", slots=4)
 
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_padded_layout_has_slots_for_every_expert(comm: ep_ops.Communicator, name: str) -> None:
-    refused(comm, name, ValueError, "capacity is 24", "num_local_experts 3 x slots = 12", layout="padded", slots=4)
+    rejected(comm, name, ValueError, "capacity is 24", "num_local_experts 3 x slots = 12", layout="padded", slots=4)
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -377,4 +381,4 @@ def test_what_is_right_passes_with_few_calls(comm: ep_ops.Communicator, name: st
 @pytest.mark.parametrize("flight", [-1, 2])
 def test_flights(comm: ep_ops.Communicator, name: str, flight: int) -> None:
     check(comm, name, good(name) | {"flight": 1})
-    refused(comm, name, ValueError, f"flight is {flight}; allowed: 0..1", flight=flight)
+    rejected(comm, name, ValueError, f"flight is {flight}; allowed: 0..1", flight=flight)

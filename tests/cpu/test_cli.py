@@ -67,7 +67,7 @@ def test_demo_reports_what_a_rank_raised(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(ENVIRONMENT, "EP_OPS_CHECK", "2")
     done = run([*DEMO, "--eager", "--steps", "2", "--ranks", "1"])
     assert done.returncode == 1
-    assert "Traceback" in done.stderr and "check is '2'; it must be one of '0', '1'" in done.stderr
+    assert "Traceback" in done.stderr and "check is '2'; allowed: one of '0', '1'" in done.stderr
 
 
 @pytest.mark.drawn
@@ -378,7 +378,7 @@ def test_ranks_are_at_most_the_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         ("layer", "--only quack", "--only quack needs GPUs, and quack-kernels"),
     ],
 )
-def test_benchmarks_refuse_before_they_start(
+def test_benchmarks_reject_before_they_start(
     kind: str, options: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:

@@ -301,7 +301,7 @@ def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         opcheck(OPS[name].overload, (*given[:-1], WIRE))
 
 
-def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators name the allowed formats; the checks accept an allowed format on backend cute too."""
     y, idx = torch.ones(32, 256).bfloat16(), torch.zeros(3, TOP_K).int()
     allowed = "allowed for a combine: '' (sums are sent unquantized), " + ", ".join(map(repr, COMBINE_FORMATS))

@@ -276,7 +276,7 @@ def test_few_tokens() -> None:
 # ---------------------------------------------------------------------- the module
 
 
-def _refusals() -> list[str]:
+def _rejections() -> list[str]:
     group = dist.group.WORLD
     buffer, said = Buffer(group), []
     x, idx = torch.zeros(2, HIDDEN).bfloat16(), torch.zeros(2, TOP_K).long()
@@ -309,10 +309,10 @@ def _refusals() -> list[str]:
     return said
 
 
-def test_what_is_refused() -> None:
+def test_what_is_rejected() -> None:
     texts = [
         "NotImplementedError: group must be a torch.distributed", "NotImplementedError: enable_shrink is set",
-        "RuntimeError: destroy was called", "ValueError: num_sms is 5; it must be even", "ValueError: num_experts is 5",
+        "RuntimeError: destroy was called", "ValueError: num_sms is 5; allowed: even", "ValueError: num_experts is 5",
         "ValueError: num_tokens_per_rank, num_tokens_per_expert or is_token_in_rank is None",
         "ValueError: scales of x have shape (2, 2)", "ValueError: topk_idx or topk_weights are given",
         "NotImplementedError: dispatch_wait_recv_cost_stats", "ValueError: num_experts is 5",
@@ -321,7 +321,7 @@ def test_what_is_refused() -> None:
         *3 * ["NotImplementedError: ranks cannot be masked"], "NotImplementedError: get_local_buffer_tensor",
         "RuntimeError: there is no event to wait for",
     ]  # fmt: skip
-    for said in run_ranks(2, _refusals):
+    for said in run_ranks(2, _rejections):
         assert len(said) == len(texts)
         for got, text in zip(said, texts, strict=True):
             assert got.startswith(text), (got, text)

@@ -199,7 +199,7 @@ def test_where_sums_are_rounded(several: bool) -> None:
                 same(got, (total + bias).bfloat16())
 
 
-def _elastic_refusals() -> list[str]:
+def _elastic_rejections() -> list[str]:
     buffer, said = ElasticBuffer(dist.group.WORLD, allow_multiple_reduction=False, num_bytes=7), []
     assert (buffer.num_bytes, buffer.num_max_tokens_per_rank, buffer.num_ranks) == (7, 0, RANKS)
     assert ElasticBuffer.get_buffer_size_hint(dist.group.WORLD, 8, 128) == 0
@@ -229,7 +229,7 @@ def _elastic_refusals() -> list[str]:
     return said
 
 
-def test_what_the_elastic_buffer_refuses() -> None:
+def test_what_the_elastic_buffer_rejects() -> None:
     texts = [
         "RuntimeError: destroy was called",
         "ValueError: topk_idx or num_experts is None, or num_max_tokens_per_rank is 0", "ValueError: num_experts is 5",
@@ -237,7 +237,7 @@ def test_what_the_elastic_buffer_refuses() -> None:
         "ValueError: scales of x have shape (2, 3)", "TypeError: scales of x have dtype torch.int64",
         "ValueError: topk_weights of expanded rows",
     ]  # fmt: skip
-    for said in run_ranks(RANKS, _elastic_refusals):
+    for said in run_ranks(RANKS, _elastic_rejections):
         assert len(said) == len(texts)
         for got, text in zip(said, texts, strict=True):
             assert got.startswith(text), (got, text)

@@ -108,13 +108,13 @@ def test_dense_layer_takes_a_batch(top_k: int) -> None:
 
 # ---------------------------------------------------------------------- told to all ranks
 
-REFUSED: dict[str, tuple[Callable[[ep_ops.Communicator, Tensor, Tensor], Any], str]] = {
+REJECTED: dict[str, tuple[Callable[[ep_ops.Communicator, Tensor, Tensor], Any], str]] = {
     "large ids": (lambda c, x, idx: c.dispatch(x, idx.long() + 2**32), " is 2147483647 on rank 0; expert ids are"),
     "small ids": (lambda c, x, idx: c.dispatch(x, idx.long() - 2**32), " is -2 on rank 0; expert ids are"),
     "alignment": (lambda c, x, idx: c.dispatch(x, idx, alignment=0), "alignment is 0; allowed: 1.."),
-    "capacity": (lambda c, x, idx: c.dispatch(x, idx, capacity=32.0), "capacity is 32.0; it must be an int"),
-    "max_tokens": (lambda c, x, idx: c.dispatch(x, idx, max_tokens="8"), "max_tokens is '8'; it must be an int"),
-    "slots": (lambda c, x, idx: c.plan(idx, slots=1.5), "slots is 1.5; it must be an int"),
+    "capacity": (lambda c, x, idx: c.dispatch(x, idx, capacity=32.0), "capacity is 32.0; allowed: an int"),
+    "max_tokens": (lambda c, x, idx: c.dispatch(x, idx, max_tokens="8"), "max_tokens is '8'; allowed: an int"),
+    "slots": (lambda c, x, idx: c.plan(idx, slots=1.5), "slots is 1.5; allowed: an int"),
     "plan": (lambda c, x, idx: c.plan(None), "topk_idx is None; allowed: a tensor"),
     "list": (lambda c, x, idx: c.dispatch(x.tolist(), idx), "x is a list; allowed: a tensor"),
     "no ids": (lambda c, x, idx: c.dispatch(x, None), "topk_idx is None; allowed: a tensor"),
@@ -122,11 +122,11 @@ REFUSED: dict[str, tuple[Callable[[ep_ops.Communicator, Tensor, Tensor], Any], s
     "zeros": (lambda c, x, idx: c.dispatch(x, idx, zeros="no"), "zeros is a str; allowed: a bool"),
     "tokens: max_tokens": (
         lambda c, x, idx: c.dispatch(x, idx, max_tokens="8", layout="token_major"),
-        "max_tokens is '8'; it must be an int",
+        "max_tokens is '8'; allowed: an int",
     ),
     "tokens: bound": (
         lambda c, x, idx: c.dispatch(x, idx, max_tokens=3.5, layout="token_major"),
-        "max_tokens is 3.5; it must be an int",
+        "max_tokens is 3.5; allowed: an int",
     ),
     "layout": (
         lambda c, x, idx: c.dispatch(x, idx, layout="by_token"),
@@ -154,7 +154,7 @@ REFUSED: dict[str, tuple[Callable[[ep_ops.Communicator, Tensor, Tensor], Any], s
         "exact is True, with layout 'grouped', capacity 64 and slots 0; allowed",
     ),
     "exact: max_tokens": (
-        lambda c, x, idx: c.dispatch(x, idx, max_tokens="8", exact=True), "max_tokens is '8'; it must be an int"
+        lambda c, x, idx: c.dispatch(x, idx, max_tokens="8", exact=True), "max_tokens is '8'; allowed: an int"
     ),
     "tokens: alignment": (
         lambda c, x, idx: c.dispatch(x, idx, layout="token_major", alignment=4),
@@ -178,8 +178,8 @@ OTHERS: dict[str, Callable[[ep_ops.Communicator, Tensor, Tensor], Any]] = {
 """What the other ranks call then, where that is no dispatch."""
 
 
-def _refusing(name: str, grad: bool) -> None:
-    call, text = REFUSED[name]
+def _rejecting(name: str, grad: bool) -> None:
+    call, text = REJECTED[name]
     x, idx = torch.randn(4, 16), torch.tensor([[0, 1]] * 4, dtype=torch.int32)
     with made() as comm, torch.set_grad_enabled(grad):
         known = comm.dispatch(x, idx, layout="token_major").route if name == "tokens: route" else None
@@ -198,10 +198,10 @@ def _refusing(name: str, grad: bool) -> None:
         assert torch.equal(comm.combine(rows.x, rows.route), 2 * x)
 
 
-@pytest.mark.parametrize("name", [name for name in REFUSED if "ids" not in name])
+@pytest.mark.parametrize("name", [name for name in REJECTED if "ids" not in name])
 @pytest.mark.parametrize("grad", [False, True])
 def test_what_one_rank_gets_wrong_all_are_told(name: str, grad: bool) -> None:
-    run_ranks(2, _refusing, name, grad)
+    run_ranks(2, _rejecting, name, grad)
 
 
 def test_routes_are_not_what_holds_them() -> None:
@@ -275,7 +275,7 @@ def test_records_are_not_the_tensors_that_they_hold() -> None:
             nn.weights_of_places(rows.weights, lists)
 
 
-def test_what_layers_are_made_of_is_refused_by_name() -> None:
+def test_what_layers_are_made_of_is_rejected_by_name() -> None:
     with made() as comm:
         rows = comm.dispatch(torch.randn(4, 16), torch.tensor([[0, 1]] * 4, dtype=torch.int32))
         held = comm.num_local_experts
@@ -288,7 +288,7 @@ def test_what_layers_are_made_of_is_refused_by_name() -> None:
                 grouped_mm(rows.x, torch.randn(shape), rows.route.offs)
         with pytest.raises(ValueError, match="formats has 'e4m3/128/pow2'; allowed: pairs"):
             comm.warmup(["e4m3/128/pow2"])  # type: ignore[list-item]
-        with pytest.raises(ValueError, match="ranks is 0; it must be an int of at least 1"):
+        with pytest.raises(ValueError, match="ranks is 0; allowed: an int of at least 1"):
             keep_experts_apart(MoELayer(comm, 8), ranks=0)
 
 
@@ -314,7 +314,7 @@ def test_ids_of_one_dimension_beside_a_placement() -> None:
 def test_ids_beyond_int32_are_no_experts() -> None:
     with made() as comm:
         for name in ("large ids", "small ids"):
-            call, text = REFUSED[name]
+            call, text = REJECTED[name]
             with pytest.raises(ValueError, match=text):
                 call(comm, torch.randn(4, 16), torch.tensor([[0, 1]] * 4, dtype=torch.int32))
                 comm.check_errors()
@@ -345,7 +345,7 @@ def test_memory_plan_takes_what_a_communicator_takes(given: dict[str, Any], text
         ep_ops.memory_plan(**{**sizes, **given})
 
 
-def test_what_placements_are_refused() -> None:
+def test_what_placements_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"before\[1\] is 7; allowed: logical experts, 0..1"):
         balanced([1.0, 2.0], [1, 1], [0, 7])
     with pytest.raises(ValueError, match="before has 3 places; allowed: 2"):

@@ -140,7 +140,7 @@ def test_opcheck() -> None:
     opcheck(torch.ops.ep.few_rows_mlp.default, (*leaves, route.offs, route.counts, 4, 12, 1, 1))
 
 
-def test_refusals() -> None:
+def test_rejections() -> None:
     draw = random.Random(fresh_seed())
     of, route = case(draw)
     x, (w_in, w_out) = of.poisoned(H, torch.bfloat16, draw), weights_of(5, torch.bfloat16)
@@ -255,7 +255,7 @@ def test_what_auto_selects_on_gpus() -> None:
     assert choose(comm, "auto", 768) == Choice(TORCH)
 
 
-def test_what_layers_refuse(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_layers_reject(caplog: pytest.LogCaptureFixture) -> None:
     with communicator() as comm:
         with pytest.raises(ValueError, match="gemms is 'fast'; allowed: 'auto', 'torch', 'quack', 'memory', or ep_ops"):
             MoELayer(comm, F, gemms="fast")

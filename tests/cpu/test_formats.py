@@ -127,7 +127,7 @@ def test_as_rceil_of_mx() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_sizes_that_do_not_divide_are_refused(name: str) -> None:
+def test_sizes_that_do_not_divide_are_rejected(name: str) -> None:
     multiple = form(name).multiple
     with pytest.raises(ValueError, match=rf"hidden_size is {multiple + 8}; format 'e4m3/{name}' takes multiples of"):
         quantize(torch.zeros(2, multiple + 8), form(name))

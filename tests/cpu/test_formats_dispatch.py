@@ -276,7 +276,7 @@ def test_what_becomes_of_rows_may_differ_between_ranks() -> None:
     assert packed.dtype == torch.int32 and none is None and numbers.dtype == torch.bfloat16
 
 
-def test_scales_that_are_no_powers_of_two_are_refused_everywhere() -> None:
+def test_scales_that_are_no_powers_of_two_are_rejected_everywhere() -> None:
     asked = {"format": POW2, "passed": True}
     errors = run_ranks(2, _agreeing, [asked, asked | {"times": 1.5}])
     for error, _ in errors:

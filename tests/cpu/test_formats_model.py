@@ -1,4 +1,4 @@
-"""Formats as models use them: methods, compiled graphs, gradients, and what is refused."""
+"""Formats as models use them: methods, compiled graphs, gradients, and what is rejected."""
 
 from __future__ import annotations
 
@@ -357,10 +357,10 @@ def test_rows_that_are_quantized_already_have_no_gradient(comm: ep_ops.Communica
         comm.dispatch(codes.requires_grad_(), idx, scales=scales, format=POW2)
 
 
-# ---------------------------------------------------------------------- refusals
+# ---------------------------------------------------------------------- rejections
 
 
-def refusals() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
+def rejections() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
     """What is changed in dispatch(x, idx, format=POW2), the error, its text."""
     codes, scales = quantize(torch.ones(9, HIDDEN), format_of(POW2))
     return {
@@ -389,9 +389,9 @@ def refusals() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", refusals())
-def test_refused_by_name(comm: ep_ops.Communicator, case: str) -> None:
-    changed, error, text = refusals()[case]
+@pytest.mark.parametrize("case", rejections())
+def test_rejected_by_name(comm: ep_ops.Communicator, case: str) -> None:
+    changed, error, text = rejections()[case]
     x, idx, weights = inputs(9, 0)
     given = {"x": x, "topk_idx": idx, "topk_weights": weights, "format": POW2} | changed
     with pytest.raises(error, match=text):
@@ -411,7 +411,7 @@ def test_refused_by_name(comm: ep_ops.Communicator, case: str) -> None:
 @pytest.mark.parametrize(("name", "hidden", "multiple"), [
     (POW2, 192, 128), (f"wire:{POW2}", 192, 128), ("e4m3/128/fp32", 64, 128), (MX, 48, 32), (ROW, 24, 16),
 ])  # fmt: skip
-def test_sizes_that_do_not_divide_are_refused(name: str, hidden: int, multiple: int) -> None:
+def test_sizes_that_do_not_divide_are_rejected(name: str, hidden: int, multiple: int) -> None:
     with communicator(hidden_size=hidden) as comm:
         x, idx = torch.ones(3, hidden).bfloat16(), torch.zeros(3, TOP_K, dtype=torch.int32)
         with pytest.raises(ValueError, match=f"hidden_size is {hidden}; format '{name}' takes multiples of {multiple}"):
@@ -430,7 +430,7 @@ def test_float64_rows_have_no_format() -> None:
         assert comm.dispatch(x, idx, zeros=False, exact=True).x.dtype == torch.float64
 
 
-def test_what_the_cute_backend_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_cute_backend_rejects(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that its kernels do not take, before anything runs; it takes every format and layout."""
     with communicator() as comm:
         monkeypatch.setattr(comm, "config", dataclasses.replace(comm.config, backend="cute"))

@@ -1,4 +1,4 @@
-"""Rows in symmetric memory and their combine, on the reference backend: the interface, gradients and refusals."""
+"""Rows in symmetric memory and their combine, on the reference backend: the interface, gradients and rejections."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_rows_elsewhere_are_copied():
         assert torch.equal(comm.combine_gathered(y, rows.route), expected)
 
 
-def test_refusals():
+def test_rejections():
     x, topk_idx, _ = toy.inputs(5)
     with toy.communicator(symmetric_rows=44) as comm:
         rows = comm.dispatch(x, topk_idx, capacity=40)

@@ -104,7 +104,7 @@ def test_compiled() -> None:
     torch.testing.assert_close(*found)
 
 
-def test_refusals() -> None:
+def test_rejections() -> None:
     y, idx = torch.ones(32, HIDDEN).bfloat16(), torch.zeros(3, TOP_K).int()
     with communicator() as comm:
         route, _ = comm.plan(idx, capacity=32)

@@ -48,7 +48,7 @@ def test_any_rank_may_be_unfit_for_kernels(unfit: int) -> None:
         assert agreement.agree(exchange, own, None, words[0][3], lambda config: None).backend == "reference"
 
 
-def test_as_many_rounds_as_a_refusal_counts() -> None:
+def test_as_many_rounds_as_a_rejection_counts() -> None:
     """Of memory that takes the most rounds: it is enough, and less is not."""
     sizes: dict[str, Any] = dict(
         world_size=2, num_experts=8, hidden_size=4096, top_k=2, max_tokens_per_rank=MOST_ROUNDS * 256,

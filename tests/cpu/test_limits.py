@@ -1,4 +1,4 @@
-"""What a backend does not take is refused by name, or left to the other backend: GPUs, types, experts, ranks."""
+"""What a backend does not take is rejected by name, or left to the other backend: GPUs, types, experts, ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ep_ops.group.topology import choose_backend, gpu_facts
         ((12, 0), 99 * 1024, "capability 12.0) has 101376 bytes of shared memory a block; backend 'cute' needs 232448"),
     ],
 )
-def test_gpus_that_cannot_hold_the_kernels_are_refused_by_name(
+def test_gpus_that_cannot_hold_the_kernels_are_rejected_by_name(
     capability: tuple[int, int], shared: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the backend was asked for; "auto" takes the other one."""

@@ -96,12 +96,12 @@ def test_what_consumers_take_beside_lists() -> None:
     (0, None, "alignment is 0; allowed: an int of at least 1"), (1, 0, "capacity is 0"), (1, -2, "capacity is -2"),
     (4, 6, "capacity is 6; allowed: positive multiples of alignment 4"),
 ])  # fmt: skip
-def test_lists_that_are_refused(alignment: int, capacity: int | None, text: str) -> None:
+def test_lists_that_are_rejected(alignment: int, capacity: int | None, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         expert_lists(torch.zeros(2, 2).int(), 2, alignment=alignment, capacity=capacity)
 
 
-def test_lists_of_global_ids_are_refused() -> None:
+def test_lists_of_global_ids_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"local_idx has 5; allowed: local experts, 0\.\.1, or -1 for none"):
         expert_lists(torch.tensor([[-1, 5], [0, 1]]).int(), 2)
 

@@ -175,7 +175,7 @@ def test_opcheck(slots: int) -> None:
     opcheck(torch.ops.ep.swiglu_quantized.default, (x, *along, POW2, "rows"), test_utils=utils)
 
 
-def test_second_derivatives_are_refused() -> None:
+def test_second_derivatives_are_rejected() -> None:
     of, route = case(random.Random(fresh_seed()))
     x = torch.randn(of.rows, 8, dtype=torch.float64, requires_grad=True)
     (grad,) = torch.autograd.grad(swiglu_rows(x, route).sum(), x, create_graph=True)
@@ -183,7 +183,7 @@ def test_second_derivatives_are_refused() -> None:
         torch.autograd.grad(grad.sum() + x.sum(), x)
 
 
-def test_functional_derivatives_are_refused() -> None:
+def test_functional_derivatives_are_rejected() -> None:
     of, route = case(random.Random(fresh_seed()))
     x = torch.randn(of.rows, 256)
     for run in (lambda x: swiglu_rows(x, route), lambda x: swiglu_quantized(x, route)[0].float()):
@@ -193,7 +193,7 @@ def test_functional_derivatives_are_refused() -> None:
             torch.func.vjp(run, x)
 
 
-def test_refusals() -> None:
+def test_rejections() -> None:
     draw = random.Random(fresh_seed())
     of, route = case(draw)
     x = of.poisoned(512, torch.bfloat16, draw)

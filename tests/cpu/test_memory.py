@@ -43,7 +43,7 @@ def test_planned_bytes_are_those_of_the_results(dtype: torch.dtype) -> None:
 
 
 def test_bounded_staging() -> None:
-    """Memory keeps the bound, in as few rounds as it takes; one that cannot be kept is refused with what can."""
+    """Memory keeps the bound, in as few rounds as it takes; one that cannot be kept is rejected with what can."""
     sizes = dict(
         world_size=16, num_experts=64, hidden_size=1024, top_k=4, max_tokens_per_rank=1000, domain_size=2,
         latency_max_tokens=0,
@@ -68,7 +68,7 @@ def test_bounded_staging() -> None:
     assert held(int(least)) <= int(least) < whole / 8
     with pytest.raises(ValueError, match="allowed: at least as many"):
         held(int(least) - 1)
-    with pytest.raises(ValueError, match="staging_bytes is 0; it must be None or an int of at least 1"):
+    with pytest.raises(ValueError, match="staging_bytes is 0; allowed: None or an int of at least 1"):
         held(0)
     sizes["domain_size"] = None  # one domain: bounded as well
     whole = held(None)
@@ -88,7 +88,7 @@ def test_memory_plan_of_uneven_experts() -> None:
         for rank in range(2)
     ]
     assert [plan["call: recv_x"] for plan in plans] == [2 * 4 * 2 * 16, 2 * 4 * 1 * 16]
-    with pytest.raises(ValueError, match=r"experts_per_rank is \(-1, 7\); it must hold one int >= 0"):
+    with pytest.raises(ValueError, match=r"experts_per_rank is \(-1, 7\); allowed: one int >= 0"):
         ep_ops.memory_plan(world_size=2, experts_per_rank=(-1, 7), backend="reference", **sizes)
 
 

@@ -86,8 +86,8 @@ def test_traffic_is_what_the_benchmark_counts() -> None:
     assert compared > 30
 
 
-def test_traffic_refuses_uneven_experts() -> None:
-    with pytest.raises(ValueError, match="experts is 256; it must be a multiple of the 72 ranks"):
+def test_traffic_rejects_uneven_experts() -> None:
+    with pytest.raises(ValueError, match="experts is 256; allowed: a multiple of the 72 ranks"):
         model_formulas.expected(Layout(1, 72))
 
 
@@ -419,8 +419,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("options", "error"),
     [
         ("--tokens 0", "--tokens: 0 is not an int of at least 1"),
-        ("--staging nan", "--staging is nan; it must be a positive number of GiB"),
-        ("--staging inf", "--staging is inf; it must be a positive number of GiB"),
+        ("--staging nan", "--staging is nan; allowed: a positive number of GiB"),
+        ("--staging inf", "--staging is inf; allowed: a positive number of GiB"),
         ("--staging 1e-6", "rounds of one token take"),
     ],
 )

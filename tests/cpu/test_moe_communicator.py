@@ -1,5 +1,5 @@
 """MoECommunicator against a dense model: every mode, layout and format, on one and two ranks, eager and compiled; and
-what is refused."""
+what is rejected."""
 
 from __future__ import annotations
 
@@ -283,12 +283,12 @@ def test_modes_and_sizes() -> None:
                 assert handle.route.max_tokens == (max_tokens or MOST)
 
 
-# ---------------------------------------------------------------------- refusals
+# ---------------------------------------------------------------------- rejections
 
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (
-    (dict(mode="fast"), "mode is 'fast'; it must be one of 'auto', 'latency', 'throughput'"),
-    (dict(layout="flat"), "layout is 'flat'; it must be one of"),
-    (dict(capacity="all"), "capacity is 'all'; it must be None, 'exact' or an int"),
+    (dict(mode="fast"), "mode is 'fast'; allowed: one of 'auto', 'latency', 'throughput'"),
+    (dict(layout="flat"), "layout is 'flat'; allowed: one of"),
+    (dict(capacity="all"), "capacity is 'all'; allowed: None, 'exact' or an int"),
     (dict(capacity="exact", layout="padded"), "layout 'padded' has a fixed number of slots"),
     (dict(capacity=0, layout="padded"), "capacity is 0; allowed with layout 'padded'"),
     (dict(quant="e4m3"), "quant is 'e4m3'; allowed: an ep_ops.moe.Quant"),
@@ -298,8 +298,8 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     (dict(quant=Quant("e5m2")), "format is 'e5m2'; allowed"),
     (dict(quant=Quant("e4m3/row/fp32", "columns")), "scales_as is 'columns'; allowed for format"),
     (dict(quant=Quant("e4m3/32/mx", "", torch.ones(1))), "quant has scales; allowed"),
-    (dict(quant=Quant(None)), "format of quant is None; it must be a str"),  # type: ignore[arg-type]
-    (dict(mode="latency", quant=Quant("e4m3/32/mx", 5)), "scales_as of quant is 5; it must be a str"),  # type: ignore[arg-type]
+    (dict(quant=Quant(None)), "format of quant is None; allowed: a str"),  # type: ignore[arg-type]
+    (dict(mode="latency", quant=Quant("e4m3/32/mx", 5)), "scales_as of quant is 5; allowed: a str"),  # type: ignore[arg-type]
     (dict(mode="throughput", latency_max_tokens=8), "latency_max_tokens is 8; mode 'throughput' has no bound"),
     (dict(mode="latency", capacity="exact"), "mode 'latency' has no kernels for exact sizes"),
     (dict(mode="latency", quant=Quant("e4m3/row/fp32")), "mode 'latency' has no kernels for one scale a row"),
@@ -308,9 +308,9 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     (dict(placement=5), "placement is 5; it must hold"),
     (dict(placement=(0, 1, 2, 3, 5)), r"placement\[4\] is 5; allowed: logical experts, 0..4"),
     (dict(placement=(0, 1, 2, 4, 4)), "placement leaves out logical expert 3"),
-    (dict(placement=(0,), num_experts=0), "num_experts is 0; it must be a positive int"),
-    (dict(placement=(), num_experts=-1), "num_experts is -1; it must be a positive int"),
-    (dict(top_k=0), "top_k is 0; it must be an int from 1 to 32"),
+    (dict(placement=(0,), num_experts=0), "num_experts is 0; allowed: a positive int"),
+    (dict(placement=(), num_experts=-1), "num_experts is -1; allowed: a positive int"),
+    (dict(top_k=0), "top_k is 0; allowed: an int from 1 to 32"),
 )  # fmt: skip
 
 
@@ -322,7 +322,7 @@ def test_configurations_that_cannot_be(way: dict[str, Any], text: str) -> None:
         pass
 
 
-def refused() -> list[str]:
+def rejected() -> list[str]:
     """On each rank, what calls raise that one rank or all ranks get wrong; each by itself."""
     rank, said = dist.get_rank(), []
 
@@ -378,8 +378,8 @@ def test_latency_kernels_within_bounded_memory() -> None:
         MoECommunicator(config(mode="latency", staging_bytes=1000), device="cpu")
 
 
-def test_what_is_refused_is_refused_on_all_ranks() -> None:
-    first, second = run_ranks(2, refused)
+def test_what_is_rejected_is_rejected_on_all_ranks() -> None:
+    first, second = run_ranks(2, rejected)
     wanted = [
         ("mode is 'slow'", "rejected by rank 0: mode is 'slow'"),
         ("ranks disagree on placement", "ranks disagree on placement"),
@@ -393,11 +393,11 @@ def test_what_is_refused_is_refused_on_all_ranks() -> None:
         ("statistics is False in the configuration",) * 2,
         ("handle is a Route; allowed: a DispatchHandle", "rejected by rank 0: handle is a Route"),
         ("previous_handle is a Route; allowed: a DispatchHandle", "rejected by rank 0: previous_handle is a Route"),
-        ("format of quant is None; it must be a str", "dispatch: rejected by rank 0: format of quant is None"),
-        ("format of quant is None; it must be a str", "dispatch_planned: rejected by rank 0: format of quant is None"),
+        ("format of quant is None; allowed: a str", "dispatch: rejected by rank 0: format of quant is None"),
+        ("format of quant is None; allowed: a str", "dispatch_planned: rejected by rank 0: format of quant is None"),
         ("rejected by rank 1: handle is None", "handle is None; allowed: a DispatchHandle"),
-        ("rejected by rank 1: max_tokens is '12'", "max_tokens is '12'; it must be an int"),
-        ("rejected by rank 1: max_tokens is 2.5", "max_tokens is 2.5; it must be an int"),
+        ("rejected by rank 1: max_tokens is '12'", "max_tokens is '12'; allowed: an int"),
+        ("rejected by rank 1: max_tokens is 2.5", "max_tokens is 2.5; allowed: an int"),
         ("quant is 3; allowed", "rejected by rank 0: quant is 3"),
         ("placement is given, but the configuration has none",) * 2,
         ("previous_handle is given; mode 'latency'",) * 2,

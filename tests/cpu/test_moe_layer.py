@@ -189,8 +189,8 @@ def test_capacity_contradicts_dynamic() -> None:
 
 
 @pytest.mark.parametrize(("sizes", "text"), [
-    ((0,), "^intermediate_size is 0; it must be an int of at least 1"), (("8",), "^intermediate_size is '8'"),
-    ((8, -1), "^shared_intermediate_size is -1; it must be an int of at least 0"),
+    ((0,), "^intermediate_size is 0; allowed: an int of at least 1"), (("8",), "^intermediate_size is '8'"),
+    ((8, -1), "^shared_intermediate_size is -1; allowed: an int of at least 0"),
 ])  # fmt: skip
 def test_sizes_that_are_none(sizes: tuple, text: str) -> None:
     with communicator(torch.float32) as comm, pytest.raises(ValueError, match=text):

@@ -119,7 +119,7 @@ def test_what_all_have_freed_is_given_back() -> None:
         ]  # fmt: skip
 
 
-def refused() -> list[str]:
+def rejected() -> list[str]:
     rank = dist.get_rank()
     pretend(version=(3, 4, 5) if rank == 1 else (3, 8, 0))
     texts = [said(16)]
@@ -138,8 +138,8 @@ def refused() -> list[str]:
     return texts
 
 
-def test_refused_on_every_rank() -> None:
-    for rank, texts in enumerate(run_ranks(3, refused)):
+def test_rejected_on_every_rank() -> None:
+    for rank, texts in enumerate(run_ranks(3, rejected)):
         old, sizes, room, unmapped, *group, fresh = texts
         assert unmapped.startswith(
             "RuntimeError: NVSHMEM does not map the memory of all ranks of their NVLink domains on"

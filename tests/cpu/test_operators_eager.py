@@ -251,7 +251,7 @@ def test_what_is_no_tensor(comm, calls):
 
 
 @pytest.mark.parametrize("name", ["x", "topk_idx", "topk_weights"])
-def test_jagged_tensors_are_refused_on_all_ranks(comm, monkeypatch, name):
+def test_jagged_tensors_are_rejected_on_all_ranks(comm, monkeypatch, name):
     told: list[str] = []
     monkeypatch.setattr(comm.backend, "reject", lambda operator, text, *args: told.append(text))
     args = dict(zip(("x", "topk_idx", "topk_weights"), given(), strict=True))

@@ -186,7 +186,7 @@ def test_integers_and_absent_weights_have_no_gradient(exact):
         assert not exact.dispatch(x, topk_idx, weights).x.requires_grad
 
 
-def test_second_derivatives_are_refused(exact):
+def test_second_derivatives_are_rejected(exact):
     x, topk_idx, weights = toy.inputs(3, dtype=torch.float64, grad=True)
     (grad,) = torch.autograd.grad(
         toy.layer(exact, x, topk_idx, weights, toy.scales(x.dtype)).sum(), x, create_graph=True

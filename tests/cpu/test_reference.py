@@ -337,7 +337,7 @@ def test_gradients_equal_a_dense_model(world_size: int, name: str, dtype: torch.
             torch.testing.assert_close(got.double(), want, **close)
 
 
-# ---------------------------------------------------------------------- refusals of what only the ranks together know
+# ---------------------------------------------------------------------- rejections of what only the ranks together know
 
 
 def _mismatch(kind: str) -> None:

@@ -265,7 +265,7 @@ def test_split_operations_are_not_interrupted():
         comm.combine_wait(sent)
 
 
-REFUSALS = {
+REJECTIONS = {
     "tokens": "topk_idx has 6 tokens; allowed: at most max_tokens_per_rank 5",
     "dtype": "x has dtype torch.float64; allowed: torch.float32",
     "num_rows": "num_rows is -1",
@@ -276,7 +276,7 @@ REFUSALS = {
 }
 
 
-def check_refusal(kind: str) -> str:
+def check_rejection(kind: str) -> str:
     """Rank 1 alone gets an argument wrong; then all go on."""
     with toy.communicator(max_tokens=5, symmetric_rows=100) as comm:
         wrong = comm.rank == 1
@@ -301,8 +301,8 @@ def check_refusal(kind: str) -> str:
         return str(raised.value)
 
 
-@pytest.mark.parametrize("kind", REFUSALS)
-def test_refusals_reach_everybody(kind):
-    other, own = run_ranks(2, check_refusal, kind)
-    assert REFUSALS[kind] in own
-    assert "rejected by rank 1: " + REFUSALS[kind] in other
+@pytest.mark.parametrize("kind", REJECTIONS)
+def test_rejections_reach_everybody(kind):
+    other, own = run_ranks(2, check_rejection, kind)
+    assert REJECTIONS[kind] in own
+    assert "rejected by rank 1: " + REJECTIONS[kind] in other

@@ -53,7 +53,7 @@ def test_products_and_gradients() -> None:
     torch.testing.assert_close(of_w.double(), want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))
 
 
-def test_what_is_refused() -> None:
+def test_what_is_rejected() -> None:
     codes, scales, w, offs = given()
     with pytest.raises(TypeError, match="rows have torch.uint8, scales torch.float32"):
         scaled_grouped_mm(codes.view(torch.uint8), scales, w, offs)

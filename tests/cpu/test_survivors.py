@@ -113,7 +113,7 @@ def test_ids() -> None:
     again = ExpertIds.kept((2, 3), [1], first, device)
     assert again.own == (-1, -1, -1, 0, 1, 2)
     given = torch.tensor([[-1, 0, 2, 5, 6, 99]], dtype=torch.int32)
-    assert again.of(given).tolist() == [[-1, -1, -1, 2, 3, 96]]  # the last two are refused as too large
+    assert again.of(given).tolist() == [[-1, -1, -1, 2, 3, 96]]  # the last two are rejected as too large
     assert int(again.lost(given)) == 2
     wrong = torch.tensor([[-2, -7, -(2**31), 6, 7, 2**31 - 1]], dtype=torch.int32)
     got = again.of(wrong)
@@ -271,7 +271,7 @@ def test_overflow_is_counted() -> None:
         idx = torch.zeros(16, 1, dtype=torch.int32)
         assert comm.dispatch(torch.ones(16, 8), idx, layout="padded", slots=5).dropped.tolist() == [11, 0, 0, 0]
         comm.check_errors()
-    with pytest.raises(ValueError, match="overflow is 'drop'; it must be one of 'count', 'raise'"):
+    with pytest.raises(ValueError, match="overflow is 'drop'; allowed: one of 'count', 'raise'"):
         small(overflow="drop")
 
 

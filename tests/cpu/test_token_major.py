@@ -256,7 +256,7 @@ def test_opcheck_of_formats(operator: str, name: str, layout: str) -> None:
         opcheck(op.overload, tuple(known[field] for field in op.arguments._fields))
 
 
-# ---------------------------------------------------------------------- refusals
+# ---------------------------------------------------------------------- rejections
 
 
 @pytest.fixture
@@ -265,7 +265,7 @@ def comm() -> Any:
         yield made
 
 
-def test_layouts_of_scales_are_refused_by_name(comm: ep_ops.Communicator) -> None:
+def test_layouts_of_scales_are_rejected_by_name(comm: ep_ops.Communicator) -> None:
     x, idx = torch.ones(3, 128).bfloat16(), torch.zeros(3, 2).int()
     route = comm.dispatch(x, idx, layout="token_major").route
     for name, layout in (("e4m3/128/pow2", "packed"), ("e4m3/32/mx", "swizzled/torch")):

@@ -154,7 +154,7 @@ def test_equal_to_rows_grouped_by_expert(world_size: int, name: str) -> None:
             assert_same(one, other)
 
 
-def test_refusals() -> None:
+def test_rejections() -> None:
     with toy.communicator(symmetric_rows=200) as comm:
         x, idx, weights = toy.inputs(5)
         sent, grouped = comm.dispatch(x, idx, weights, layout="token_major"), comm.dispatch(x, idx)

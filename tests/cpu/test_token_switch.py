@@ -147,13 +147,13 @@ def contract() -> None:
 def misuse(module: Any, switch: Any, routing: Any, x: Tensor, weights: Tensor) -> None:
     with pytest.raises(ValueError, match="layout is 'rank_major'; allowed: 'flat', 'expert_major'"):
         switch.create_routing(routing.topk_idx, layout="rank_major")
-    with pytest.raises(ValueError, match="max_recv_tokens is None; it must be an int unless out= is given"):
+    with pytest.raises(ValueError, match="max_recv_tokens is None; allowed: an int unless out= is given"):
         switch.dispatch(routing, x, weights)
-    with pytest.raises(ValueError, match="max_recv_tokens is 15; it must be 0 to max_recv_tokens_per_rank, 14"):
+    with pytest.raises(ValueError, match="max_recv_tokens is 15; allowed: 0 to max_recv_tokens_per_rank, 14"):
         switch.dispatch(routing, x, weights, 15)
-    with pytest.raises(ValueError, match="the number of expert_tokens is 15; it must be 0 to"):
+    with pytest.raises(ValueError, match="the number of expert_tokens is 15; allowed: 0 to"):
         switch.combine(routing, torch.zeros(15, H))
-    with pytest.raises(ValueError, match="max_token_bytes is 7; it must be a multiple of 2, for torch.bfloat16"):
+    with pytest.raises(ValueError, match="max_token_bytes is 7; allowed: a multiple of 2, for torch.bfloat16"):
         module.EpOpsTokenSwitch(None, E, 4, 8, 7)
 
 

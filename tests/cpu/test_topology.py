@@ -339,7 +339,7 @@ def test_ranks_of_two_domains(backend: str) -> None:
     """Kernels run if no rank lacks anything; else the first that does is named."""
     asked = {"backend": backend, "domain_size": 1}
     where = "ranks are in 2 NVLink domains: 0 (host a); 1 (host b)"
-    refused = f"{where}; backend 'cute' cannot run across them: rank 1: no wire"
+    rejected = f"{where}; backend 'cute' cannot run across them: rank 1: no wire"
     taken = "reference" if backend == "reference" else "cute"
     wires = {"ab": "nvshmem", "aa": "nvlink"} if backend != "reference" else {"ab": "auto", "aa": "auto"}
     for hosts, wire in wires.items():
@@ -348,9 +348,9 @@ def test_ranks_of_two_domains(backend: str) -> None:
     if backend == "reference":
         assert first == second == ["reference", ((0,), (1,)), "auto"]
     elif backend == "cute":
-        assert first == second == [refused]
+        assert first == second == [rejected]
     else:
-        assert first == [*second, f"backend 'auto' selects 'reference', which is slow: {refused}"]
+        assert first == [*second, f"backend 'auto' selects 'reference', which is slow: {rejected}"]
         assert second[0] == "reference"
 
 

@@ -141,7 +141,7 @@ def compared(
         def dispatch(self, x: Tensor, scores: Tensor, ids: Tensor, counts: Tensor) -> Any:
             return super().dispatch(x, scores.masked_fill(lost, 0), ids, counts)
 
-    # "spmd_types" exchanges uneven lists of tensors in eager mode, which gloo refuses.
+    # "spmd_types" exchanges uneven lists of tensors in eager mode, which gloo rejects.
     whole, context = layer_of(AllToAllTokenDispatcher.Config(**SIZES), "partial_dtensor", experts)
     whole.routed_experts.token_dispatcher.__class__ = WithoutTheLost
     difference = worst(got, run(whole, context, "", False))
@@ -155,11 +155,11 @@ def compared(
 
 
 WRONG = [
-    (dict(non_blocking_capacity_factor=0), 2, r"non_blocking_capacity_factor is 0; it must be None or in \(0, 1\]"),
+    (dict(non_blocking_capacity_factor=0), 2, r"non_blocking_capacity_factor is 0; allowed: None or in \(0, 1\]"),
     (dict(non_blocking_capacity_factor=1.5), 2, "non_blocking_capacity_factor is 1.5"),
-    (dict(dtype=torch.bfloat16), 2, "dtype is torch.bfloat16; it must be one of 'float16', 'float32', 'bfloat16'"),
+    (dict(dtype=torch.bfloat16), 2, "dtype is torch.bfloat16; allowed: one of 'float16', 'float32', 'bfloat16'"),
     (dict(), None, "ep_mesh is None; .* expert_parallel_degree > 1"),
-    (dict(), 3, "num_experts is 8; it must be a multiple of the EP mesh's size, 3"),
+    (dict(), 3, "num_experts is 8; allowed: a multiple of the EP mesh's size, 3"),
     (dict(hidden_dim=None), 2, "hidden_dim is None; .*update_from_config"),
     (dict(num_max_tokens_per_rank=None), 2, "num_max_tokens_per_rank is None; .*update_from_config"),
 ]

@@ -284,7 +284,7 @@ def test_a_model_is_spread_once() -> None:
     run_ranks(2, spread_again)
 
 
-def refused() -> None:
+def rejected() -> None:
     """What spread_experts rejects before it changes the model."""
     from ep_ops.integrations.transformers import spread_experts
 
@@ -357,7 +357,7 @@ def test_models_pickled_by_another_rank(tmp_path: pathlib.Path) -> None:
 
 
 def test_what_is_rejected() -> None:
-    run_ranks(2, refused)
+    run_ranks(2, rejected)
 
 
 def test_processes_that_do_not_know_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -426,7 +426,7 @@ def test_tokens_of_a_step(vllm: None, sp_size: int, most: int) -> None:
 
 @pytest.mark.parametrize("form", ["standard", "batched"])
 def test_nothing_waits_for_the_host(vllm: None, form: str) -> None:
-    """Tracing with tensors without values refuses whatever would look at one."""
+    """Tracing with tensors without values rejects whatever would look at one."""
     with communicator(strict=False) as comm:
         prepare_finalize = made(form, comm)
 
@@ -445,7 +445,7 @@ def test_nothing_waits_for_the_host(vllm: None, form: str) -> None:
             assert f"ep.{name}.default" in names
 
 
-def test_what_is_refused(vllm: None) -> None:
+def test_what_is_rejected(vllm: None) -> None:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 
     x, weights, ids = inputs(0)
@@ -473,9 +473,9 @@ def test_what_is_refused(vllm: None) -> None:
         with pytest.raises(ValueError, match="is TopKWeightAndReduceNoOP; allowed: TopKWeightAndReduceDelegate"):
             batched.finalize(x, rows, weights, ids, False, reduction("NoOP"))
         for factor in (0, 1.5, "1"):
-            with pytest.raises(ValueError, match=r"capacity_factor is .*; it must be in \(0, 1\]"):
+            with pytest.raises(ValueError, match=r"capacity_factor is .*; allowed: in \(0, 1\]"):
                 made("standard", comm, capacity_factor=factor)
-        with pytest.raises(ValueError, match="slots is 0; it must be a positive multiple of the number of ranks, 1"):
+        with pytest.raises(ValueError, match="slots is 0; allowed: a positive multiple of the number of ranks, 1"):
             made("batched", comm, slots=0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import tokenize
@@ -64,6 +65,43 @@ def test_words() -> None:
     assert len(files()) > 200
     wrong = {str(path.relative_to(ROOT)): words for path in files() if (words := wrong_words(prose(path)))}
     assert wrong == {}
+
+
+IDENTIFIERS = {r"refus": "reject", r"mend": "fix"}
+"""Pattern in the name of a function, class, constant or attribute -> what to write instead."""
+
+
+def identifiers(text: str) -> set[str]:
+    """Return the names that a module defines: functions, classes, and what is assigned."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+    return found
+
+
+def wrong_identifiers(text: str) -> list[str]:
+    words = {name: re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower() for name in identifiers(text)}
+    return [
+        f"{name}: write {better}"
+        for name, lower in words.items()
+        for pattern, better in IDENTIFIERS.items()
+        if re.search(rf"(?:^|_){pattern}", lower)
+    ]
+
+
+def test_identifiers() -> None:
+    """Names follow the same rules as texts."""
+    modules = [path for path in files() if path.suffix == ".py"]
+    wrong = {str(path.relative_to(ROOT)): names for path in modules if (names := wrong_identifiers(path.read_text()))}
+    assert wrong == {}
+    assert sorted(wrong_identifiers("def refuse_it(): pass\nclass IsRefused: mended = recommended = 1\n")) == [
+        "IsRefused: write reject", "mended: write fix", "refuse_it: write reject"
+    ]  # fmt: skip
 
 
 def test_what_is_found(tmp_path: Path) -> None:

@@ -318,7 +318,7 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     "pushes_late": lambda draw: pushed(Shape((2, 1, 2), 3, 3), draw, late=True),
     "pushes_wide": lambda draw: pushed(Shape((2, 0, 1, 3), 4, 3, hidden=264, share=draw.choice((0.5, 1.0))), draw),
     "pushes_garbage": lambda draw: garbage(Shape((2, 3), 3, 4), draw),
-    "pushes_refused": lambda draw: throughput.refused(Shape((3, 0, 2), 3, 3, share=0.4), draw, Steps),
+    "pushes_rejected": lambda draw: throughput.rejected(Shape((3, 0, 2), 3, 3, share=0.4), draw, Steps),
     "pushes_absent": lambda draw: throughput.absent(
         Shape((3, 0, 2), 3, 3), draw, warned=draw.random() < 0.5, known=draw.random() < 0.5, make=Steps
     ),

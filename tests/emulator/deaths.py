@@ -43,18 +43,18 @@ def throughput(shape: Shape, draw: random.Random, kind: str, make: Make = Steps)
     die(on.ranks, draw, combine if kind == "combine" else dispatch, combine, check, (machine.clock - since) // TICK)
 
 
-def refused(shape: Shape, draw: random.Random) -> None:
-    """In an operation that another one refuses: nobody waits for ever for what was put, or for what the dead put."""
+def rejected(shape: Shape, draw: random.Random) -> None:
+    """In an operation that another one rejects: nobody waits for ever for what was put, or for what the dead put."""
     on: Steps = begun(shape, draw)
     since = machine.clock
     on.dispatch(known=False)
     lasted = (machine.clock - since) // TICK
     on.inputs()
-    refuses = draw.randrange(on.ranks.world_size)
+    rejects = draw.randrange(on.ranks.world_size)
 
     def build(launches: list[Launch], rank: int) -> None:
-        if rank == refuses:
-            launches.append(on.launch_refusal(rank))
+        if rank == rejects:
+            launches.append(on.launch_rejection(rank))
         else:
             on.launch_dispatch(launches, rank, False)
 
@@ -129,7 +129,7 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     "death_across": lambda draw: throughput(
         Shape((1, 2, 0, 1), 2, 3, domains=((0, 2), (1, 3)), wire="nvshmem"), draw, draw.choice(("dispatch", "combine"))
     ),
-    "death_refused": lambda draw: refused(Shape((2, 2), 2, 2, domains=((0,), (1,)), wire="nvshmem"), draw),
+    "death_rejected": lambda draw: rejected(Shape((2, 2), 2, 2, domains=((0,), (1,)), wire="nvshmem"), draw),
     "death_few_dispatch": lambda draw: few(Shape((3, 0, 5), 3, 3, 64), draw, "dispatch", (1, 1, 4), (1, 1, 3)),
     "death_few_combine": lambda draw: few(Shape((2, 2, 1), 3, 3, 64), draw, "combine", (1, 1, 4), (1, 1, 3)),
     "death_few_across": lambda draw: few(

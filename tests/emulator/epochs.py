@@ -59,8 +59,8 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     "epochs_latency_across": lambda draw: few(latency.Pair(ACROSS, draw, (1, 0, 2), (1, 0, 2)), draw),
     "epochs_throughput": lambda draw: many(Shape((2, 2), 2, 3, alignment=2), draw),
     "epochs_throughput_across": lambda draw: many(Shape((2, 2), 2, 3, domains=((0,), (1,)), wire="nvlink"), draw),
-    "epochs_refused": lambda draw: throughput.refused(Shape((2, 1, 2), 3, 3), draw, steps_at),
-    "epochs_refused_across": lambda draw: throughput.refused(
+    "epochs_rejected": lambda draw: throughput.rejected(Shape((2, 1, 2), 3, 3), draw, steps_at),
+    "epochs_rejected_across": lambda draw: throughput.rejected(
         Shape((2, 2), 2, 2, domains=((0,), (1,)), wire="nvshmem"), draw, steps_at
     ),
     "epochs_absent": lambda draw: throughput.absent(Shape((2, 1, 2), 3, 3), draw, False, True, steps_at),

@@ -34,13 +34,13 @@ def spoil(ranks: Ranks, truth: Truth, at: list[dict[str, int]], draw: random.Ran
 
 
 def check_reports(ranks: Ranks, bad: int) -> None:
-    """Rank `bad` has refused a row, and nobody has failed."""
+    """Rank `bad` has rejected a row, and nobody has failed."""
     from cute_kernels.sync import BAD_ROW, REPORT_WORDS
 
     for rank in range(ranks.world_size):
         said = ranks.view(ranks.reports[rank], 6 * REPORT_WORDS)[::2].tolist()
-        refused = said[REPORT_WORDS + 1]
-        assert refused == (BAD_ROW if rank == bad else 0), f"rank {rank} refuses with reason {refused}"
+        rejected = said[REPORT_WORDS + 1]
+        assert rejected == (BAD_ROW if rank == bad else 0), f"rank {rank} rejects with reason {rejected}"
         assert ranks.reported(rank) == [(0, 0), (0, 0)], f"rank {rank} reports a failure"
 
 

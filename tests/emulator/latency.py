@@ -172,11 +172,11 @@ def garbage(shape: Shape, draw: random.Random, times: int) -> None:
         run(both.launches("combine", True, (True, False)), draw)  # it may report what it found
 
 
-def refused(shape: Shape, draw: random.Random, dispatch: Blocks, combine: Blocks) -> None:
-    """A rank refuses an operation: all others say so, and the operations behind it are as ever."""
+def rejected(shape: Shape, draw: random.Random, dispatch: Blocks, combine: Blocks) -> None:
+    """A rank rejects an operation: all others say so, and the operations behind it are as ever."""
     from cute_kernels import marks, sync
     from cute_kernels.heap import REASON_BYTES
-    from cute_kernels.refusal import Refuse
+    from cute_kernels.rejection import Reject
 
     both = Pair(shape, draw, dispatch, combine)
     ranks = both.ranks
@@ -188,13 +188,13 @@ def refused(shape: Shape, draw: random.Random, dispatch: Blocks, combine: Blocks
             both.inputs()
         usual, sync.POLLS_PER_CHECK = sync.POLLS_PER_CHECK, 8
         launches = both.launches(kind, True, (True, True))
-        args = numbered(Refuse.Args, ranks=ranks.args(1, marks.pack("refused", 1)), text=text, blocks=1)
-        launches[1] = Launch(Refuse(both.heap.problem, both.heap.tokens), args)
+        args = numbered(Reject.Args, ranks=ranks.args(1, marks.pack("rejected", 1)), text=text, blocks=1)
+        launches[1] = Launch(Reject(both.heap.problem, both.heap.tokens), args)
         run(launches, draw)
         sync.POLLS_PER_CHECK = usual
         ranks.operations += 1
         ranks.check_wire()
         told = [ranks.reported(rank) for rank in range(ranks.world_size)]
         assert all(said[0] == (0, 0) for said in told), told
-        assert all(said[1][0] == sync.REFUSAL for rank, said in enumerate(told) if rank != 1), told
+        assert all(said[1][0] == sync.REJECTION for rank, said in enumerate(told) if rank != 1), told
     pair_of(both, 1, False, True)

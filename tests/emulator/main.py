@@ -64,7 +64,7 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     "latency_across_three": lambda draw: latency.pair(
         Shape((2,) * 3, 3, 5, 64, domains=((0,), (1,), (2,)), wire="nvlink"), draw, (1, 0, 2), (1, 0, 2), split=True
     ),
-    "latency_across_refused": lambda draw: latency.refused(
+    "latency_across_rejected": lambda draw: latency.rejected(
         Shape((3, 2, 2), 3, 3, 64, domains=((0,), (1,), (2,)), wire="nvshmem"), draw, (1, 1, 3), (1, 0, 2)
     ),
     "latency_across_ahead": lambda draw: latency.ahead(
@@ -91,7 +91,7 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     "latency_across_bundled_ahead": lambda draw: latency.ahead(
         Shape((2, 2), 2, 3, 64, domains=((0,), (1,)), wire="nvshmem", rows=2), draw, (1, 0, 2), (1, 0, 2)
     ),
-    "latency_across_bundled_refused": lambda draw: latency.refused(
+    "latency_across_bundled_rejected": lambda draw: latency.rejected(
         Shape((3, 2, 2), 3, 3, 64, domains=((0,), (1,), (2,)), wire="nvshmem", rows=2), draw, (1, 1, 3), (1, 0, 2)
     ),
     "throughput": lambda draw: throughput.steps(Shape((3, 0, 5), 5, 4, alignment=4, share=0.5), draw, known=False),
@@ -103,7 +103,7 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     ),
     "half_launched": lambda draw: throughput.half(Shape((2, 2), 2, 2), draw),
     "throughput_one_rank": lambda draw: throughput.steps(Shape((8,), 32, 3), draw, joining=0),
-    "throughput_refused": lambda draw: throughput.refused(Shape((3, 0, 2), 3, 3, slots=(0, 2, 3), share=0.4), draw),
+    "throughput_rejected": lambda draw: throughput.rejected(Shape((3, 0, 2), 3, 3, slots=(0, 2, 3), share=0.4), draw),
     "throughput_disagreeing": lambda draw: throughput.disagreeing(Shape((3, 2, 2), 3, 2, alignment=4), draw),
     "throughput_absent": lambda draw: throughput.absent(
         Shape((3, 0, 2), 3, 3, slots=(0, 2, 3), share=0.4), draw, warned=True, known=False
@@ -134,13 +134,13 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     "across_pairs_late": lambda draw: throughput.across(
         Shape((1, 2, 1, 2), 3, 3, domains=((0, 2), (1, 3)), wire="nvshmem"), draw, known=False, late=True
     ),
-    "across_refused_small": lambda draw: throughput.refused(
+    "across_rejected_small": lambda draw: throughput.rejected(
         Shape((2, 2), 2, 2, domains=((0,), (1,)), wire="nvshmem"), draw
     ),
     "across_adversary": lambda draw: throughput.across(
         Shape((2, 3), 4, 4, alignment=2, domains=((0,), (1,)), wire="adversary"), draw
     ),
-    "across_refused": lambda draw: throughput.refused(
+    "across_rejected": lambda draw: throughput.rejected(
         Shape((3, 0, 2, 2), 3, 3, slots=(0, 2, 3), share=0.4, domains=((0, 2), (1, 3)), wire="nvshmem"), draw
     ),
     "across_absent": lambda draw: throughput.absent(

@@ -1,4 +1,4 @@
-"""Memory that refuses whatever lies outside of what was taken from it, and accesses that are not aligned."""
+"""Memory that rejects whatever lies outside of what was taken from it, and accesses that are not aligned."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ has ended nothing is under way that was put in it, and a network in which words 
 
 Of these the emulator shows nothing, because there is one order of all loads and stores in it:
 - what `wire.arrived` does, which makes data visible that came another way than its word;
-- `sync_warp` before the lane that ends a dispatch of few tokens: no route comes of a rank that refuses, so the refusal
-  is known when ranks meet, and the kernel ends when its last lane does;
+- `sync_warp` before the lane that ends a dispatch of few tokens: no route comes of a rank that rejects, so the
+  rejection is known when ranks meet, and the kernel ends when its last lane does;
 - what only orders loads and stores: the relay's fence, the latency kernels' `hold_epoch`, and `sync_warp` behind the
   leader's store where they place rows, whose lanes meet again anyway (tests/kernels look at the PTX);
 - the barriers before a put of a whole block: the network's own stand-in for that put has one, as NVSHMEM's has.
@@ -60,16 +60,16 @@ MUTATIONS = {
     "hello": Mutation(
         "latency_across_ahead", SYNC, '    met = ranks.wait("hello", peer, peer, 0)\n', "    met = Boolean(True)\n",
     ),
-    "refusal": Mutation(
-        "across_refused_small", SYNC, '                ptx.st_release_sys(ranks.at(ranks.own, "refusal")',
+    "rejection": Mutation(
+        "across_rejected_small", SYNC, '                ptx.st_release_sys(ranks.at(ranks.own, "rejection")',
         '                ptx.st_release_sys(ranks.own + 17 * 8',
     ),
     "sent": Mutation(
-        "latency_across_refused", OPERATION, "expected += number_in(said, ranks.base)",
+        "latency_across_rejected", OPERATION, "expected += number_in(said, ranks.base)",
         "expected += Int64(0)",
     ),
     "come": Mutation(
-        "latency_across_refused", OPERATION, "while come < expected and not stop", "while Int64(1) < 0"
+        "latency_across_rejected", OPERATION, "while come < expected and not stop", "while Int64(1) < 0"
     ),
     "route told": Mutation(
         "across_small", PUBLISH, "                come = ranks.wait(\"route\", index, source, tile)\n            if",
@@ -151,7 +151,7 @@ MUTATIONS = {
         "latency_across_ahead", COMBINE, "sync.meet_all(ranks, lane)", "pass"
     ),
     "hello, for the lane that ends a combine": Mutation(
-        "latency_across_refused", COMBINE,
+        "latency_across_rejected", COMBINE,
         LANES.format(" " * 24) + "                        if lane == 0:\n                            end(ranks)\n",
         "                        if lane == 0:\n                            end(ranks)\n",
     ),
@@ -159,7 +159,7 @@ MUTATIONS = {
         "latency_across_ahead", FAR,
         "    while ptx.ld_acquire_gpu(ranks.own + TICKET * 8) != blocks:\n        pass\n", "",
     ),
-    "settle, few tokens": Mutation("latency_across_refused", FAR, "    operation.end_refused(ranks)\n", ""),
+    "settle, few tokens": Mutation("latency_across_rejected", FAR, "    operation.end_rejected(ranks)\n", ""),
     "few, a route missing": Mutation(
         "rejected_latency", DISPATCH, "Int32(ptx.barrier_count(missing) == 0)", "Int32(ptx.barrier_count(missing) >= 0)"
     ),

@@ -19,7 +19,7 @@ BEHIND = 2500
 def rejected(both: latency.Pair, draw: random.Random, split: bool) -> None:
     from cute_kernels import marks, sync
     from cute_kernels.heap import REASON_BYTES
-    from cute_kernels.refusal import Refuse
+    from cute_kernels.rejection import Reject
     from ep_ops import arrivals
 
     ranks, world = both.ranks, both.ranks.world_size
@@ -34,8 +34,8 @@ def rejected(both: latency.Pair, draw: random.Random, split: bool) -> None:
         sends = both.launches("dispatch", True, (True, False))
         run([launch for rank, launch in enumerate(sends) if rank != rejects], draw)
     launches = both.launches("dispatch", True, (not split, True))
-    args = numbered(Refuse.Args, ranks=ranks.args(rejects, marks.pack_refusal(rejects)), text=text, blocks=1)
-    launches[rejects] = Launch(Refuse(both.heap.problem, both.heap.tokens * bool(both.shape.domains)), args)
+    args = numbered(Reject.Args, ranks=ranks.args(rejects, marks.pack_rejection(rejects)), text=text, blocks=1)
+    launches[rejects] = Launch(Reject(both.heap.problem, both.heap.tokens * bool(both.shape.domains)), args)
     launches[late] = dataclasses.replace(launches[late], behind=BEHIND)
     run(launches, draw, quiet_turns=2 * BEHIND)
     sync.POLLS_PER_CHECK = usual
@@ -43,7 +43,7 @@ def rejected(both: latency.Pair, draw: random.Random, split: bool) -> None:
     ranks.check_wire()
     told = [ranks.reported(rank) for rank in range(world)]
     assert all(said[0] == (0, 0) for said in told), told
-    assert all(said[1][0] == sync.REFUSAL for rank, said in enumerate(told) if rank != rejects), told
+    assert all(said[1][0] == sync.REJECTION for rank, said in enumerate(told) if rank != rejects), told
     for rank, at in enumerate(both.at):
         held, rows, entries = case.experts_per_rank[rank], case.capacity[rank], case.topk_idx[rank].numel()
         lists = ranks.view(at["arrivals"], arrivals.size(rows, world))

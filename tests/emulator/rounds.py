@@ -239,26 +239,26 @@ def sizes(on: throughput.Steps, rank: int) -> dict[str, tuple[int, int]]:
     }  # fmt: skip
 
 
-def refused(shape: Shape, draw: random.Random, tokens: int) -> None:
-    """A rank refuses a dispatch, as many operations as the others make of it. They say so, and nothing else: of a route
-    that is refused nothing is placed, and rounds take nothing for a part of it. The next dispatch is as ever."""
+def rejected(shape: Shape, draw: random.Random, tokens: int) -> None:
+    """A rank rejects a dispatch, as many operations as the others make of it. They say so, and nothing else: of a route
+    that is rejected nothing is placed, and rounds take nothing for a part of it. The next dispatch is as ever."""
     from cute_kernels import sync
     from ep_ops import arrivals
 
     on = begun(shape, draw, tokens)
     usual, sync.POLLS_PER_CHECK = sync.POLLS_PER_CHECK, 8
-    refuses = draw.randrange(on.ranks.world_size)
-    others = [rank for rank in range(on.ranks.world_size) if rank != refuses]
+    rejects = draw.randrange(on.ranks.world_size)
+    others = [rank for rank in range(on.ranks.world_size) if rank != rejects]
 
     def end(launches: list[Launch], turn: int) -> None:
-        run([*launches, on.launch_refusal(refuses, turn)], draw)
+        run([*launches, on.launch_rejection(rejects, turn)], draw)
         on.ranks.operations += 1
         assert not any(network.puts for network in machine.networks), "a put that nobody has waited for"
         for rank in others:
             words = on.ranks.view(on.ranks.reports[rank], 2 * REPORT_WORDS).view(2, -1)[0, ::2].tolist()
             of = len(words) // 4
-            failed, value, refusal = (words[of * record : of * (record + 1)] for record in range(3))
-            assert not any(failed) and not any(value) and refusal[1] == sync.REFUSAL, (turn, rank, words)
+            failed, value, rejection = (words[of * record : of * (record + 1)] for record in range(3))
+            assert not any(failed) and not any(value) and rejection[1] == sync.REJECTION, (turn, rank, words)
             on.ranks.view(on.ranks.reports[rank], REPORT_WORDS).zero_()
         for rank in range(on.ranks.world_size):
             assert on.ranks.memory.load_long(on.ranks.epoch_of(rank)) == 1 + on.ranks.operations
@@ -277,7 +277,7 @@ def refused(shape: Shape, draw: random.Random, tokens: int) -> None:
         for rank in others:
             ints, rows = sizes(on, rank)["arrivals"]
             lists = arrivals.views(on.ranks.view(told[rank]["arrivals"], ints), rows)
-            assert not lists.sources.any(), f"copies of a route that was refused, rank {rank}"
+            assert not lists.sources.any(), f"copies of a route that was rejected, rank {rank}"
             dispatch.launch(launches, rank, told[rank], number)
         end(launches, 1 + number)
     sync.POLLS_PER_CHECK = usual
@@ -330,8 +330,8 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
         Shape((2, 2), 3, 5, hidden=256, alignment=2, domains=((0,), (1,)), wire="nvshmem"), draw, 2,
         formats.Call("e4m3/128/pow2", draw.choice(("", "columns", "rows")), draw.random() < 0.3),
     ),
-    "rounds_refused": lambda draw: refused(Shape((3, 2), 3, 6), draw, 3),
-    "rounds_refused_across": lambda draw: refused(
+    "rounds_rejected": lambda draw: rejected(Shape((3, 2), 3, 6), draw, 3),
+    "rounds_rejected_across": lambda draw: rejected(
         Shape((2, 2), 3, 4, domains=((0,), (1,)), wire="nvshmem"), draw, 2
     ),
     "death_rounds": lambda draw: death(Shape((3, 1, 2), 3, 6, alignment=4), draw, 2),

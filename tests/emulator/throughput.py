@@ -101,33 +101,33 @@ class Steps:
             late = Pull(self.problem, True, False, True, True)
             launches.append(self.launch(rank, late, terms, first + 1, blocks=self.joining))
 
-    def without(self, rank: int, refuses: bool, known: bool = False) -> list[list[tuple[int, int]]]:
-        """A dispatch in which a rank does not take part, or that it refuses: what the ranks report. Nobody hangs, or
+    def without(self, rank: int, rejects: bool, known: bool = False) -> list[list[tuple[int, int]]]:
+        """A dispatch in which a rank does not take part, or that it rejects: what the ranks report. Nobody hangs, or
         reads what nobody wrote (the memory looks at that)."""
         from cute_kernels import sync
 
         usual = sync.POLLS_PER_CHECK
-        sync.POLLS_PER_CHECK, self.ranks.timeout_ns = 8, 1 << 40 if refuses else 200 * TICK
+        sync.POLLS_PER_CHECK, self.ranks.timeout_ns = 8, 1 << 40 if rejects else 200 * TICK
         launches: list[Launch] = []
         for other in range(self.ranks.world_size):
             if other != rank:
                 self.launch_dispatch(launches, other, known)
-        if refuses:
-            launches.append(self.launch_refusal(rank))
+        if rejects:
+            launches.append(self.launch_rejection(rank))
         run(launches, self.draw)
         sync.POLLS_PER_CHECK, self.ranks.timeout_ns = usual, 1 << 40
         self.ranks.operations += 1
         return [self.ranks.reported(other) for other in range(self.ranks.world_size)]
 
-    def launch_refusal(self, rank: int, turn: int = 0) -> Launch:
+    def launch_rejection(self, rank: int, turn: int = 0) -> Launch:
         """What a rank runs in the place of an operation, or of one of several that an operator takes."""
         from cute_kernels import marks
         from cute_kernels.heap import REASON_BYTES
-        from cute_kernels.refusal import Refuse
+        from cute_kernels.rejection import Reject
 
         text = self.ranks.memory.take(REASON_BYTES, "text", 65)
-        args = numbered(Refuse.Args, ranks=self.ranks.args(rank, marks.pack_refusal(rank, turn)), text=text, blocks=1)
-        return Launch(Refuse(self.problem), args)
+        args = numbered(Reject.Args, ranks=self.ranks.args(rank, marks.pack_rejection(rank, turn)), text=text, blocks=1)
+        return Launch(Reject(self.problem), args)
 
     def half(self, rank: int) -> None:
         """Run a dispatch of which `rank` launches only the first kernel. The other ranks depend on no more."""
@@ -362,15 +362,15 @@ def begun(shape: Shape, draw: random.Random, known: bool = False, make: Make = S
     return on
 
 
-def refused(shape: Shape, draw: random.Random, make: Make = Steps) -> None:
-    """A rank refuses a dispatch: all others say so, and the operations behind it are as ever."""
-    from cute_kernels.sync import REFUSAL
+def rejected(shape: Shape, draw: random.Random, make: Make = Steps) -> None:
+    """A rank rejects a dispatch: all others say so, and the operations behind it are as ever."""
+    from cute_kernels.sync import REJECTION
 
     on = begun(shape, draw, make=make)
-    told = on.without(1, refuses=True)
+    told = on.without(1, rejects=True)
     on.ranks.check_wire()
     assert all(said[0] == (0, 0) for said in told), told
-    assert all(said[1][0] == REFUSAL for rank, said in enumerate(told) if rank != 1), told
+    assert all(said[1][0] == REJECTION for rank, said in enumerate(told) if rank != 1), told
     on.dispatch(known=False)
     on.combine(rows=True, weighted=True, scalars=False, residual=False)
 
@@ -415,7 +415,7 @@ def absent(shape: Shape, draw: random.Random, warned: bool, known: bool, make: M
     from cute_kernels.sync import PEER_FAILED, TIMEOUT
 
     on = begun(shape, draw, known, make)
-    told = on.without(1, refuses=False, known=known)
+    told = on.without(1, rejects=False, known=known)
     for rank, said in enumerate(told):
         assert rank == 1 or said[0][0] in (TIMEOUT, PEER_FAILED), told
     first = next(said[0] for said in told if said[0][0] == TIMEOUT)

@@ -120,7 +120,7 @@ def who_stays(comm: ep_ops.Communicator, victim: int, draw: random.Random) -> li
 
 
 def shrunk(comm: ep_ops.Communicator, stay: list[int], name: str) -> ep_ops.Communicator:
-    """Of ranks `stay`; over NVSHMEM of those of this rank's domain, when a larger group has been refused."""
+    """Of ranks `stay`; over NVSHMEM of those of this rank's domain, when a larger group has been rejected."""
 
     def group_of(ranks: list[int]) -> Any:
         return dist.new_group([comm.members[rank] for rank in ranks], use_local_synchronization=True)

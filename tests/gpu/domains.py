@@ -84,7 +84,7 @@ def make(request, monkeypatch) -> Make:
                 x = torch.empty(0, comm.hidden_size, dtype=comm.dtype, device="cuda")
                 idx = torch.empty(0, TOP_K, dtype=torch.int32, device="cuda")
                 send(comm, x, idx, idx.float(), format, layout)
-            refuse(comm)
+            reject(comm)
             adversary.wake(comm)
         return comm
 
@@ -100,13 +100,13 @@ def few(request, monkeypatch) -> int:
     return tokens
 
 
-def refuse(comm: ep_ops.Communicator) -> None:
-    """A call that all ranks refuse: it launches the kernel that tells others of it, which no warm-up does."""
+def reject(comm: ep_ops.Communicator) -> None:
+    """A call that all ranks reject: it launches the kernel that tells others of it, which no warm-up does."""
     idx = torch.empty(0, TOP_K, dtype=torch.int32, device="cuda")
     with pytest.raises(TypeError, match="x has dtype"):
         comm.dispatch(torch.empty(0, comm.hidden_size, device="cuda"), idx, idx.float())
     torch.cuda.synchronize()
-    with contextlib.suppress(ValueError):  # another rank's refusal
+    with contextlib.suppress(ValueError):  # another rank's rejection
         comm.check_errors()
     comm.check_errors()
 

@@ -182,7 +182,7 @@ def test_compiled(comm, seed, together):
         assert "ep::combine, operation " in text, text
 
 
-def test_capture_is_refused(comm, seed, together):
+def test_capture_is_rejected(comm, seed, together):
     _, idx, _ = drawn(comm, seed)
     graph = torch.cuda.CUDAGraph()
     with together():
@@ -192,7 +192,7 @@ def test_capture_is_refused(comm, seed, together):
     comm.plan(idx)
 
 
-def test_what_one_rank_refuses(comm, seed, together):
+def test_what_one_rank_rejects(comm, seed, together):
     """All raise in that very call, what the kernels find included, and go on."""
     x, idx, weights = drawn(comm, seed)
     bad = idx.clone()

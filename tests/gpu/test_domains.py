@@ -79,9 +79,9 @@ def test_formats(way, half, make, few, seed, monkeypatch):
 
 
 @in_rounds
-def test_what_one_rank_refuses(half, make, few, seed, together):
+def test_what_one_rank_rejects(half, make, few, seed, together):
     """All are told, once, and go on."""
-    with make("cute", "refused", half, latency_max_tokens=few) as comm:
+    with make("cute", "rejected", half, latency_max_tokens=few) as comm:
         x, idx, weights = drawn(seed, 1, 50)
         for _ in range(2):
             with together():

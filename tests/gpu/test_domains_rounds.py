@@ -60,7 +60,7 @@ def test_rounds_in_flight(make, seed, together):
 
 def test_rounds_in_one_domain(seed, together):
     """Memory is bounded there, too. Each round is an operation that ranks note; a gathering combine is one in any case,
-    also where it is refused, and a dynamic dispatch that is refused ends with its plan."""
+    also where it is rejected, and a dynamic dispatch that is rejected ends with its plan."""
     rank, world_size = ranks()
     if world_size == 1:
         pytest.skip("needs several ranks")

@@ -180,8 +180,8 @@ def test_residual_on_one_rank(together):
 
 @pytest.mark.parametrize("few", [0, None])
 @pytest.mark.parametrize("kind", ["dispatch", "dynamic", "combine", "planned", "gathered", "start", "wait"])
-def test_refusals_reach_everybody(kind, few, together):
-    """What one rank refuses ends on all of them at once; they are told why, and go on."""
+def test_rejections_reach_everybody(kind, few, together):
+    """What one rank rejects ends on all of them at once; they are told why, and go on."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         pytest.skip("needs several ranks")
     config = {**CONFIG, "latency_max_tokens": few, "symmetric_rows": 1024 * dist.get_world_size() + 1}
@@ -208,7 +208,7 @@ def test_refusals_reach_everybody(kind, few, together):
             "gathered": "y lies in symmetric memory", "start": "x has shape", "wait": "recv_weights has dtype",
         }  # fmt: skip
         for _ in range(3):
-            refusal = None
+            rejection = None
             if wrong:
                 with pytest.raises((TypeError, ValueError), match=texts[kind]):
                     calls[kind]()
@@ -216,17 +216,17 @@ def test_refusals_reach_everybody(kind, few, together):
                 try:
                     calls[kind]()
                 except ValueError as told:  # a wait may have seen it
-                    refusal = str(told)
+                    rejection = str(told)
             torch.cuda.synchronize()
             with together():
                 try:
                     comm.check_errors()
                 except ValueError as told:
-                    refusal = str(told)
+                    rejection = str(told)
                 if wrong:
-                    assert refusal is None
-                elif kind != "wait" or refusal is not None:  # what a start has begun may have ended
-                    assert refusal is not None and f"rejected by rank 0: {texts[kind]}" in refusal
+                    assert rejection is None
+                elif kind != "wait" or rejection is not None:  # what a start has begun may have ended
+                    assert rejection is not None and f"rejected by rank 0: {texts[kind]}" in rejection
             again = comm.dispatch(x, idx)  # usable again
             out = comm.combine(again.x, again.route)
             torch.cuda.synchronize()

@@ -256,8 +256,8 @@ def test_rows_elsewhere_are_copied(seed, together):
             assert torch.equal(bits(got), bits(pushed))
 
 
-def test_refusals(together):
-    with make_comm("cute", "refusals", **steps_config(ranks()[1])) as comm:
+def test_rejections(together):
+    with make_comm("cute", "rejections", **steps_config(ranks()[1])) as comm:
         idx = torch.zeros(4, comm.world_size, dtype=torch.int32, device="cuda")
         route, _ = comm.plan(idx, capacity=16)
         y = comm.empty_rows(16)

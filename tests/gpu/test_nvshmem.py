@@ -69,7 +69,7 @@ def test_memory(device, together):
     second.free()
 
 
-def test_subgroup_is_refused(device, together):
+def test_subgroup_is_rejected(device, together):
     rank, world_size = ranks()
     symmetric.allocate(16, dist.group.WORLD, device, over_domains=True).free()
     few = dist.new_group(range(max(2, world_size - 1)))

@@ -197,7 +197,7 @@ def part(sms: int) -> Iterator[int]:
 
 
 def test_part_of_a_gpu(together) -> None:
-    """In a green context kernels have blocks for its multiprocessors; where it has too few the sizes are refused."""
+    """In a green context kernels have blocks for its multiprocessors; where it has too few the sizes are rejected."""
     with part(48) as context:
         comm = make(0)
         driver.cuCtxSetCurrent(context)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels import marks
 from cute_kernels.heap import REASON_BYTES, Problem
-from cute_kernels.refusal import Refuse
+from cute_kernels.rejection import Reject
 from ep_ops.backends.cute.call_state import CallState
 from ep_ops.records import Route
 
@@ -34,7 +34,7 @@ class Device:
         self.capturing = 0  # the number of the capture
         self.events = 0
         self.state = CallState()
-        self.refused: list[tuple[int, str, int]] = []  # turn, reason and number of turns of each refusal
+        self.rejected: list[tuple[int, str, int]] = []  # turn, reason and number of turns of each rejection
 
     def stream(self, name: str) -> Any:
         return SimpleNamespace(
@@ -90,13 +90,13 @@ class Launches(Recorder):
         self.on, self.raw, self.state = device, raw, device.state
 
     def get(self, kernel: Any, *variant: Any) -> Any:
-        if kernel is Refuse:
+        if kernel is Reject:
 
-            def refuse(terms: int, text: torch.Tensor) -> None:
-                self.on.done.append(("launches", self.on.current.name, "Refuse"))
-                self.on.refused.append((marks.unpack_refusal(marks.unpack(terms)[1])[1], *told(text)))
+            def reject(terms: int, text: torch.Tensor) -> None:
+                self.on.done.append(("launches", self.on.current.name, "Reject"))
+                self.on.rejected.append((marks.unpack_rejection(marks.unpack(terms)[1])[1], *told(text)))
 
-            return lambda terms, blocks: functools.partial(refuse, terms)
+            return lambda terms, blocks: functools.partial(reject, terms)
         bind = super().get(kernel, *variant)
 
         def bound(terms: int, **values: Any) -> Any:

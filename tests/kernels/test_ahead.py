@@ -65,16 +65,16 @@ def test_they_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("more", "text"), [
-    (["--top-k", "40"], "top_k is 40; it must be an int from 1 to 32"),
+    (["--top-k", "40"], "top_k is 40; allowed: an int from 1 to 32"),
     (["--ranks", "80", "--num-experts", "80"], "80 ranks are in one NVLink domain; backend 'cute' takes at most 72"),
     (["--ranks", "1088", "--num-experts", "1088", "--domain-size", "64"], "world_size is 1088; backend 'cute' takes"),
     (["--ranks", str(2**31 - 1)], "world_size is 2147483647; backend 'cute' takes at most 1024 ranks"),
-    (["--domain-size", "3"], "domain_size is 3; it must be a divisor of the 2 ranks"),
+    (["--domain-size", "3"], "domain_size is 3; allowed: a divisor of the 2 ranks"),
     (["--experts-per-rank", "3,3"], "adds up to 6, but num_experts is 4"),
     (["--format", "e4m3/128/pow2"], "hidden_size is 64; format 'e4m3/128/pow2' takes multiples of 128"),
     (["--format", "e4m3/32/mx=columns"], "scales_as is 'columns'; allowed for format 'e4m3/32/mx'"),
 ])  # fmt: skip
-def test_what_is_refused(more: list[str], text: str, capsys: pytest.CaptureFixture) -> None:
+def test_what_is_rejected(more: list[str], text: str, capsys: pytest.CaptureFixture) -> None:
     assert main(["compile", *SIZES, *more, "--arch", "sm_90a"]) == 2
     assert text in capsys.readouterr().err
 

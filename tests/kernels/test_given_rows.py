@@ -83,17 +83,17 @@ def test_report_names_row_and_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     mark = 7 << marks.SHIFT | marks.pack("combine", 64)
     made._words = [0] * 16 + [1, sync.BAD_ROW, 0, 1, 1, 40, mark, 32] + [0] * 24
     assert made.pending()
-    text = made.refused()
+    text = made.rejected()
     assert text is not None
     assert text.startswith("the route of rank 1 fills row 40, but only 32 rows were given (ep::combine, operation 7)")
-    assert made.refused() is None and not made.pending(), "it is told once"
+    assert made.rejected() is None and not made.pending(), "it is told once"
     made._words = [0] * 16 + [1, sync.BAD_EXPERT, 0, 0, 0, 5, mark, 9] + [0] * 24
-    assert "topk_idx holds 9 at flat index 5 on rank 0" in str(made.refused())
+    assert "topk_idx holds 9 at flat index 5 on rank 0" in str(made.rejected())
     made._lost_experts = 2  # the text has the model's ids
     for value, named in ((8, 10), (-2, -2)):
         made._words = [0] * 16 + [1, sync.BAD_EXPERT, 0, 0, 0, 5, mark, value] + [0] * 24
-        text = str(made.refused())
+        text = str(made.rejected())
         assert f"topk_idx holds {named} at flat index 5" in text and "expert ids from -1 (none) to 9." in text
     made._words = [0] * 16 + [1, sync.BAD_EXPERT, 0, 0, 0, 5, mark, 3] + [0] * 24
-    text = str(made.refused())
+    text = str(made.rejected())
     assert text.startswith("topk_idx names an expert again at flat index 5 on rank 0") and "pad with -1" in text

@@ -16,7 +16,7 @@ from operate import Sizes
 from recorded import FEW, IDX, IN_THREE, MANY, PLAIN, PROBLEM, Device, X, route_of, told
 
 from cute_kernels import marks, sync
-from cute_kernels.heap import REASON_BYTES, REFUSED, STATE_BYTES
+from cute_kernels.heap import REASON_BYTES, REJECTED, STATE_BYTES
 from ep_ops import arrivals
 from ep_ops.backends.cute import watch
 from ep_ops.backends.cute.backend import raise_alarm
@@ -64,21 +64,21 @@ def failures(backend: Any, device: Device, monkeypatch: pytest.MonkeyPatch) -> F
     return made
 
 
-def refused_by_a_peer(failures: Failures, kind: str, max_tokens: int, turns: int, epoch: int = 7) -> None:
+def rejected_by_a_peer(failures: Failures, kind: str, max_tokens: int, turns: int, epoch: int = 7) -> None:
     """As kernels report it."""
     own = epoch << marks.SHIFT | marks.pack(kind, max_tokens)
-    words = [1, sync.REFUSAL, 0, 0, 1, 0, own, epoch << marks.SHIFT | marks.pack_refusal(1)]
+    words = [1, sync.REJECTION, 0, 0, 1, 0, own, epoch << marks.SHIFT | marks.pack_rejection(1)]
     failures.report._words[2 * sync.REPORT_WORDS : 2 * sync.REPORT_WORDS + 8] = words  # type: ignore[assignment]
     failures._reason = lambda peer, epoch: ("why", turns)  # type: ignore[method-assign]
 
 
-def refused_here(failures: Failures) -> None:
+def rejected_here(failures: Failures) -> None:
     """An expert id of this rank, as kernels report it."""
     words = [1, sync.BAD_EXPERT, 0, 0, 0, 7, 7 << marks.SHIFT | marks.pack("dispatch", 64), 99]
     failures.report._words[sync.REPORT_WORDS : sync.REPORT_WORDS + 8] = words  # type: ignore[assignment]
 
 
-# ---------------------------------------------------------------------- a refusal takes the number of the operation
+# ---------------------------------------------------------------------- a rejection takes the number of the operation
 
 
 def test_max_tokens_beyond_the_most(backend: Any, device: Device) -> None:
@@ -86,19 +86,19 @@ def test_max_tokens_beyond_the_most(backend: Any, device: Device) -> None:
     most = PROBLEM.planned_tokens
     for max_tokens in (most + 1, 1000 * most, -1, "many"):
         backend.reject("dispatch", "why", 0, max_tokens)
-        assert device.refused == [(turn, "why", 4) for turn in range(4)], max_tokens
-        device.refused.clear()
+        assert device.rejected == [(turn, "why", 4) for turn in range(4)], max_tokens
+        device.rejected.clear()
     backend._config.max_tokens_per_rank = MOST  # all in one round
     backend.reject("dispatch", "w" * REASON_BYTES, 0, 1100)
-    assert device.refused == [(0, "w" * (REASON_BYTES - 1), 1)], "as much of the reason as there is room for"
+    assert device.rejected == [(0, "w" * (REASON_BYTES - 1), 1)], "as much of the reason as there is room for"
 
 
 @pytest.mark.parametrize(("turns", "agrees"), [(4, True), (1, False), (3, False)])
-def test_refusals_that_take_another_number(
+def test_rejections_that_take_another_number(
     turns: int, agrees: bool, backend: Any, failures: Failures, device: Device
 ) -> None:  # fmt: skip
     """Operations that follow would be paired with others: the communicator fails on all ranks, with both numbers."""
-    refused_by_a_peer(failures, "dispatch", IN_THREE.max_tokens, turns)
+    rejected_by_a_peer(failures, "dispatch", IN_THREE.max_tokens, turns)
     if agrees:
         with pytest.raises(
             ValueError, match=r"^communicator 'ep': ep::dispatch \(operation 7\): rejected by rank 1: w"
@@ -147,7 +147,7 @@ def test_before_the_first_launch(error: BaseException, backend: Any, device: Dev
     with pytest.raises(type(error)):
         call(backend, "dispatch", X, None, IDX, MANY, PLAIN, max_tokens=400)
     said = f"ep::dispatch: {type(error).__name__}{': no room' if error is OOM else ''}"
-    assert device.refused == [(0, said, 1)] and kernels(device) == ["Refuse"], "the publish kernel was not launched"
+    assert device.rejected == [(0, said, 1)] and kernels(device) == ["Reject"], "the publish kernel was not launched"
     backend.throughput._kernel = get
     call(backend, "dispatch", X, None, IDX, MANY, PLAIN, max_tokens=400)
     assert kernels(device) == ["Publish", "Pull"] and not failures.has_failed()
@@ -168,7 +168,7 @@ def test_half_an_operation(
         call(backend, operator, *start, X, None, IDX, MANY, PLAIN, flight=flight or 0, max_tokens=400)
     stream = "caller" if flight is None else "side"
     launched = [(stream, kernel) for what, stream, kernel in device.take() if what == "launches"]
-    assert launched == [(stream, "Publish"), (stream, "RaiseAlarm")] and not device.refused
+    assert launched == [(stream, "Publish"), (stream, "RaiseAlarm")] and not device.rejected
     reason, _ = told(backend._launcher.launched[-1][2]["text"])
     assert f"cannot launch the rest: ep::{operator}: {type(error).__name__}" in reason
     with pytest.raises(RuntimeError, match=f"'ep' failed: rank 0: launched a part of an operation.*ep::{operator}"):
@@ -177,7 +177,7 @@ def test_half_an_operation(
 
 
 def test_between_rounds(backend: Any, device: Device, failures: Failures) -> None:
-    """Rounds are operations: those that are left are refused, in the places that they have."""
+    """Rounds are operations: those that are left are rejected, in the places that they have."""
     get, number = backend.throughput._kernel, []
 
     def third(kernel: Any, *variant: Any) -> Any:
@@ -189,14 +189,14 @@ def test_between_rounds(backend: Any, device: Device, failures: Failures) -> Non
     backend.throughput._kernel = third
     with pytest.raises(torch.OutOfMemoryError):
         call(backend, "dispatch", X, None, IDX, IN_THREE, PLAIN, max_tokens=IN_THREE.max_tokens)
-    assert kernels(device) == ["Publish", "Publish", "Pull", "Refuse", "Refuse"]
-    assert [(turn, turns) for turn, _, turns in device.refused] == [(2, 4), (3, 4)]
+    assert kernels(device) == ["Publish", "Publish", "Pull", "Reject", "Reject"]
+    assert [(turn, turns) for turn, _, turns in device.rejected] == [(2, 4), (3, 4)]
 
 
 def test_between_the_halves_of_a_dynamic_dispatch(
     backend: Any, device: Device, failures: Failures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The overloaded rank has no memory for its rows. What it refuses is the dispatch along the route of the plan."""
+    """The overloaded rank has no memory for its rows. What it rejects is the dispatch along the route of the plan."""
     backend._problem, backend._local_experts = PROBLEM, 0
     plan = backend.throughput.plan
     monkeypatch.setattr(backend.throughput, "plan", lambda a, most: plan(a._replace(capacity=32), 32))
@@ -206,29 +206,29 @@ def test_between_the_halves_of_a_dynamic_dispatch(
     for bound, turns in ((MOST, 1), (2 * MOST, 2)):
         with pytest.raises(torch.OutOfMemoryError):
             call(backend, "dispatch_dynamic", X, None, IDX, Sizes(UNBOUNDED, 16, 0, bound), PLAIN, max_tokens=bound)
-        assert kernels(device) == ["Publish"] + ["Refuse"] * turns
-        assert [(turn, turns) for turn, _, turns in device.refused] == [(turn, turns) for turn in range(turns)]
-        device.refused.clear()
+        assert kernels(device) == ["Publish"] + ["Reject"] * turns
+        assert [(turn, turns) for turn, _, turns in device.rejected] == [(turn, turns) for turn in range(turns)]
+        device.rejected.clear()
     # What all ranks raise nobody has to be told.
     monkeypatch.setattr(failures, "check_last", raises(ValueError("rejected by rank 1")))
     with pytest.raises(ValueError, match="rejected by rank 1"):
         call(backend, "dispatch_dynamic", X, None, IDX, Sizes(UNBOUNDED, 16, 0, MOST), PLAIN, max_tokens=MOST)
-    assert kernels(device) == ["Publish"] and not device.refused
+    assert kernels(device) == ["Publish"] and not device.rejected
 
 
 def test_a_start_and_a_wait(backend: Any, device: Device, failures: Failures) -> None:
-    """Of few tokens the wait receives: in its place the operation is refused. The flight is free afterwards."""
+    """Of few tokens the wait receives: in its place the operation is rejected. The flight is free afterwards."""
     backend.start(0, "dispatch", X, None, IDX, FEW, PLAIN)
     device.take()
     backend._flights._under_way[0].receive = raises(OOM), raises(OOM)
     with pytest.raises(torch.OutOfMemoryError):
         call(backend, "dispatch_wait", 0)
-    assert kernels(device) == ["Refuse"] and [turns for *_, turns in device.refused] == [1]
+    assert kernels(device) == ["Reject"] and [turns for *_, turns in device.rejected] == [1]
     backend._latency_beside._kernel, get = raises(OOM), backend._latency_beside._kernel
     with pytest.raises(torch.OutOfMemoryError):
         call(backend, "dispatch_start", 0, X, None, IDX, FEW, PLAIN, max_tokens=8)
-    assert kernels(device) == ["Refuse"] and not backend._order.started
-    # Receiving what the flight under way is sent fails: that one's wait may still come, so nobody can be refused.
+    assert kernels(device) == ["Reject"] and not backend._order.started
+    # Receiving what the flight under way is sent fails: that one's wait may still come, so nobody can be rejected.
     backend._latency_beside._kernel = get
     backend.start(0, "dispatch", X, None, IDX, FEW, PLAIN)
     backend._flights._under_way[0].receive = raises(OOM), raises(OOM)
@@ -254,13 +254,13 @@ def test_what_no_rank_runs(backend: Any, device: Device, failures: Failures) -> 
     device.take()
     with pytest.raises(RuntimeError, match="before an operator that is not split"):
         call(backend, "dispatch", X, None, IDX, MANY, PLAIN, max_tokens=400)
-    assert kernels(device) == [] and not device.refused
+    assert kernels(device) == [] and not device.rejected
 
 
 def test_flights_end_though_one_raises(backend: Any, device: Device, failures: Failures) -> None:
     for flight in (0, 1):
         backend.start(flight, "dispatch", X, None, IDX, MANY, PLAIN)
-    refused_by_a_peer(failures, "dispatch", 400, 1)
+    rejected_by_a_peer(failures, "dispatch", 400, 1)
     backend.end_flights()
     assert not backend._flights._under_way and not backend._order.started
 
@@ -271,30 +271,30 @@ def test_while_a_graph_is_captured(backend: Any, device: Device, failures: Failu
     failing(backend.throughput, "Pull", OOM, launches=True)
     with pytest.raises(torch.OutOfMemoryError):
         call(backend, "dispatch", X, None, IDX, MANY, PLAIN, max_tokens=400)
-    assert kernels(device) == ["Publish"] and not failures.has_failed() and not device.refused
+    assert kernels(device) == ["Publish"] and not failures.has_failed() and not device.rejected
 
 
-# ---------------------------------------------------------------------- what another rank has refused
+# ---------------------------------------------------------------------- what another rank has rejected
 
 
 def test_a_call_that_tells_of_an_earlier_one_runs(backend: Any, device: Device, failures: Failures) -> None:
-    """Ranks stay in step: whatever a rank's host has launched before it hears of a refusal, the call that raises it is
-    an operation of all ranks, whose results nobody gets here."""
-    refused_by_a_peer(failures, "dispatch", 400, 1)
+    """Ranks stay in step: whatever a rank's host has launched before it hears of a rejection, the call that raises it
+    is an operation of all ranks, whose results nobody gets here."""
+    rejected_by_a_peer(failures, "dispatch", 400, 1)
     with pytest.raises(ValueError, match="rejected by rank 1: why"):
         call(backend, "dispatch", X, None, IDX, MANY, PLAIN, max_tokens=400)
     assert kernels(device) == ["Publish", "Pull"]
-    refused_by_a_peer(failures, "dispatch", 400, 1, epoch=9)
+    rejected_by_a_peer(failures, "dispatch", 400, 1, epoch=9)
     with pytest.raises(ValueError, match="rejected by rank 1: why"):
         call(backend, "dispatch_start", 1, X, None, IDX, FEW, PLAIN, flight=1, max_tokens=8)
     assert kernels(device) == ["LatencyDispatch"] * 2 and not backend._order.started, "it was sent and received"
     recv_x, _, recv_weights, *placed = call(backend, "dispatch", X, None, IDX, MANY, PLAIN, max_tokens=400)
-    refused_by_a_peer(failures, "combine", 400, 1, epoch=11)
+    rejected_by_a_peer(failures, "combine", 400, 1, epoch=11)
     device.take()
     failing(backend.throughput, "Combine", OOM, launches=False)
     with pytest.raises(ValueError, match="rejected by rank 1: why"):
         call(backend, "combine", X, None, route_of(placed, 400), max_tokens=400)
-    assert kernels(device) == ["Refuse"], "it cannot run"
+    assert kernels(device) == ["Reject"], "it cannot run"
 
 
 def test_a_bound_call_tells_of_an_earlier_one(backend: Any, device: Device, failures: Failures) -> None:
@@ -303,7 +303,7 @@ def test_a_bound_call_tells_of_an_earlier_one(backend: Any, device: Device, fail
     run()
     assert (backend._state.stage, backend._state.launched) == (Stage.BEGUN, 1)
     assert kernels(device) == ["LatencyDispatch"]
-    refused_by_a_peer(failures, "dispatch", 8, 1)
+    rejected_by_a_peer(failures, "dispatch", 8, 1)
     with pytest.raises(ValueError, match="rejected by rank 1: why") as told:
         run()
     assert backend._state.stage is Stage.CHECKING and kernels(device) == []
@@ -327,15 +327,15 @@ def test_a_bound_call_that_cannot_launch(backend: Any, device: Device, failures:
 
 def test_a_call_that_tells_of_one_of_two(backend: Any, device: Device, failures: Failures) -> None:
     """What is left to tell does not keep it from running: the next call tells that, and runs as well."""
-    refused_by_a_peer(failures, "dispatch", 400, 1)
-    refused_here(failures)
+    rejected_by_a_peer(failures, "dispatch", 400, 1)
+    rejected_here(failures)
     for text in ("rejected by rank 1: why", "topk_idx holds 99 at flat index 7"):
         with pytest.raises(ValueError, match=text):
             call(backend, "dispatch", X, None, IDX, MANY, PLAIN, max_tokens=400)
         assert kernels(device) == ["Publish", "Pull"]
 
 
-def test_a_value_that_kernels_refused(failures: Failures, device: Device) -> None:
+def test_a_value_that_kernels_rejected(failures: Failures, device: Device) -> None:
     """The device's word is reset before any kernel that is launched later; else that one would report nothing."""
     where = []
 
@@ -345,19 +345,19 @@ def test_a_value_that_kernels_refused(failures: Failures, device: Device) -> Non
 
     failures._state = Word()  # type: ignore[assignment]
     device.capturing = 1
-    refused_here(failures)
+    rejected_here(failures)
     failures.check()
     assert not where, "outside of the capture it is raised"
     device.capturing = 0
     with pytest.raises(ValueError, match="topk_idx holds 99 at flat index 7"):
         failures.check()
-    assert where == [(REFUSED, REFUSED + 1, "resets")] and ("synchronizes", "resets", None) in device.take()
+    assert where == [(REJECTED, REJECTED + 1, "resets")] and ("synchronizes", "resets", None) in device.take()
     failures.check()
 
 
-def test_a_refusal_heard_of_in_a_capture(failures: Failures, device: Device) -> None:
+def test_a_rejection_heard_of_in_a_capture(failures: Failures, device: Device) -> None:
     """The reason cannot be read then: it is raised by the next call outside."""
-    refused_by_a_peer(failures, "dispatch", 400, 1)
+    rejected_by_a_peer(failures, "dispatch", 400, 1)
     device.capturing = 1
     failures.check()
     device.capturing = 0

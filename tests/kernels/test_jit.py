@@ -206,7 +206,7 @@ def test_the_folder_is_made_private(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         get()
     finally:
         os.umask(mask)
-    assert nested.stat().st_mode & 0o777 == 0o700 and jit.refusal(nested) is None
+    assert nested.stat().st_mode & 0o777 == 0o700 and jit.rejection(nested) is None
 
 
 def test_a_folder_that_others_can_replace(tmp_path: Path) -> None:
@@ -216,13 +216,13 @@ def test_a_folder_that_others_can_replace(tmp_path: Path) -> None:
     folder.chmod(0o700)
     for mode, said in ((0o755, None), (0o1777, None), (0o777, "shared"), (0o775, "shared")):
         folder.parent.chmod(mode)
-        why = jit.refusal(folder)
+        why = jit.rejection(folder)
         assert (
             why is None if said is None else f"other users can write into {folder.parent} (mode {mode:o};" in str(why)
         )
     link = tmp_path / "link"
     link.symlink_to(folder)
-    assert "can write into" in str(jit.refusal(link)), "what a link names counts"
+    assert "can write into" in str(jit.rejection(link)), "what a link names counts"
 
 
 def load_only_from_elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ def test_says_what_it_cannot_do(capsys: pytest.CaptureFixture[str]) -> None:
         (["--device", "cuda"], "torch sees no GPU"),
         (["--only", "pair,pear"], "unknown: pear"),
         (["--tokens", "8,0"], "--tokens: 0 is not an int of at least 1"),
-        (["--hidden", "7"], "--hidden is 7; it must be a multiple of 8"),
+        (["--hidden", "7"], "--hidden is 7; allowed: a multiple of 8"),
         (["--top-k", "9", "--experts", "8"], "--top-k is 9; allowed: 1..8"),
         (["--ranks", "2", "--domain-size", "3"], "--domain-size is 3; it must divide the 2 ranks"),
         (["--out", f"{__file__}/found.json"], "found.json cannot be written: "),

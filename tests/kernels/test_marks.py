@@ -49,7 +49,7 @@ def test_layout_of_state():
     """Words do not overlap, EPOCH and FAILED are loaded together, and there is room for a mask of all ranks of a domain
     beside them."""
     words = [
-        heap.EPOCH, heap.FAILED, *range(heap.VACANT, heap.VACANT + heap.VACANT_WORDS), heap.TICKET, heap.REFUSED,
+        heap.EPOCH, heap.FAILED, *range(heap.VACANT, heap.VACANT + heap.VACANT_WORDS), heap.TICKET, heap.REJECTED,
         heap.LATE, heap.ALIVE, heap.CLAIMS, heap.PUSHES,
     ]  # fmt: skip
     assert len(set(words)) == len(words) and 8 * max(words) < heap.STATE_BYTES
@@ -93,10 +93,10 @@ def test_errors_number_operations_of_any_epoch():
         made._words = [1, sync.TIMEOUT, sync.FLAGS.index("route"), 0, 1, 0, own, seen] + [0] * 56
         text = made.failed()
         assert f"(operation {turn + 7}" in text and f"that is ep::combine, operation {turn + 6}" in text
-        refusal = marks.make(turn + 7, marks.pack_refusal(3))
-        made._words = [0] * 32 + [1, sync.REFUSAL, 0, 0, 3, 0, own, refusal] + [0] * 24
-        assert made.refused_in() == turn + 7
-        assert made.refusal()[:2] == (3, turn + 7) and made.refusal() is None
+        rejection = marks.make(turn + 7, marks.pack_rejection(3))
+        made._words = [0] * 32 + [1, sync.REJECTION, 0, 0, 3, 0, own, rejection] + [0] * 24
+        assert made.rejected_in() == turn + 7
+        assert made.rejection()[:2] == (3, turn + 7) and made.rejection() is None
 
 
 def test_numbers_in_the_place_of_terms():
@@ -262,22 +262,22 @@ def test_watch(caplog):
     assert "rank 5 is late" in caplog.text and "a callback may raise" in caplog.text
 
 
-def test_refusal():
+def test_rejection():
     """Whoever sees it first or last in an operation, the host is told once, and of the next one again."""
     made = object.__new__(Report)
     made._reported = 0
     for epoch in (7, 8):
-        own, refusal = mark(epoch, "dispatch", 64), epoch << marks.SHIFT | marks.pack_refusal(3)
-        record = [1, sync.REFUSAL, 0, 0, 1, 5, own, refusal]
+        own, rejection = mark(epoch, "dispatch", 64), epoch << marks.SHIFT | marks.pack_rejection(3)
+        record = [1, sync.REJECTION, 0, 0, 1, 5, own, rejection]
         made._words = [0] * 32 + record + [0] * 8
         assert made.pending()
-        assert made.refusal() == (3, epoch, f"ep::dispatch (operation {epoch})", marks.unpack(own)[1])
-        assert made.refusal() is None and not made.pending()
+        assert made.rejection() == (3, epoch, f"ep::dispatch (operation {epoch})", marks.unpack(own)[1])
+        assert made.rejection() is None and not made.pending()
         made._words[32:40] = record
-        assert made.refusal() is None and not made.pending()
+        assert made.rejection() is None and not made.pending()
 
 
-def test_refusal_in_rounds():
+def test_rejection_in_rounds():
     """Of an operation that takes several epochs the host is told once, whichever it sees."""
     made = object.__new__(Report)
     made._reported = 0
@@ -285,7 +285,7 @@ def test_refusal_in_rounds():
     for first, seen in ((7, (7, 8, 71)), (72, (74, 72))):
         for number, epoch in enumerate(seen):
             own = mark(epoch, "combine", 64)
-            refusal = epoch << marks.SHIFT | marks.pack_refusal(most, epoch - first)
-            made._words = [0] * 32 + [1, sync.REFUSAL, 0, 0, 1, 5, own, refusal] + [0] * 8
+            rejection = epoch << marks.SHIFT | marks.pack_rejection(most, epoch - first)
+            made._words = [0] * 32 + [1, sync.REJECTION, 0, 0, 1, 5, own, rejection] + [0] * 8
             told = (most, epoch, f"ep::combine (operation {epoch})", marks.unpack(own)[1])
-            assert made.refusal() == (None if number else told)
+            assert made.rejection() == (None if number else told)

@@ -185,7 +185,7 @@ def test_another_start_on_another_stream(backend: Any, device: Device) -> None:
 
 def test_a_capture_that_failed(backend: Any, device: Device) -> None:
     """Nothing of what was started in it runs, so nobody receives it, and its flight is free."""
-    for after in ("start", "whole", "refusal", "capture"):
+    for after in ("start", "whole", "rejection", "capture"):
         device.capturing = 1
         backend.start(0, "dispatch", X, None, IDX, FEW, PLAIN)
         device.capturing = 0
@@ -197,9 +197,9 @@ def test_a_capture_that_failed(backend: Any, device: Device) -> None:
         elif after == "whole":
             backend.dispatch(X, None, IDX, MANY, PLAIN)
             assert [kernel for what, _, kernel in device.take() if what == "launches"] == ["Publish", "Pull"]
-        elif after == "refusal":
+        elif after == "rejection":
             backend.reject("combine_start", "why", 1, 8)
-            assert device.take() == [("launches", "caller", "Refuse")]
+            assert device.take() == [("launches", "caller", "Reject")]
         else:
             device.capturing = 2
             with pytest.raises(RuntimeError, match="start was captured in a CUDA graph, its wait was captured in anot"):
@@ -246,15 +246,15 @@ def test_graphs(backend: Any, device: Device) -> None:
     backend.start(0, "dispatch", X, None, IDX, MANY, PLAIN)  # that one is forgotten
 
 
-def test_refusals(backend: Any, device: Device) -> None:
+def test_rejections(backend: Any, device: Device) -> None:
     """This rank's number of operations remains that of its peers."""
-    refuse = ("launches", "caller", "Refuse")
+    reject = ("launches", "caller", "Reject")
     backend.reject("dispatch_start", "why")
-    assert device.take() == [refuse]
+    assert device.take() == [reject]
     backend.start(0, "dispatch", X, None, IDX, MANY, PLAIN)
     device.take()
     backend.reject("combine_start", "why", 1)
-    assert device.take() == [("waits for", "caller", 2), refuse], "behind what is under way"
+    assert device.take() == [("waits for", "caller", 2), reject], "behind what is under way"
     for operator, flight in (("dispatch", 0), ("combine_start", 0), ("combine_wait", 0), ("dispatch_wait", 1)):
         backend.reject(operator, "why", flight)
         assert device.take() == [], "its peers do not run it"
@@ -263,12 +263,12 @@ def test_refusals(backend: Any, device: Device) -> None:
     backend.start(0, "dispatch", X, None, IDX, FEW, PLAIN)
     device.take()
     backend.reject("dispatch_wait", "why", 0)
-    assert device.take() == [("waits for", "caller", 2), refuse], "in the place of what receives"
+    assert device.take() == [("waits for", "caller", 2), reject], "in the place of what receives"
 
 
-def test_refusals_of_what_goes_in_rounds(backend: Any, device: Device) -> None:
+def test_rejections_of_what_goes_in_rounds(backend: Any, device: Device) -> None:
     """As many operations as the peers' kernels make of it; the route is one that is told before rows move."""
-    refuse = ("launches", "caller", "Refuse")
+    reject = ("launches", "caller", "Reject")
     most = PROBLEM.max_tokens
     for operator, max_tokens, turns in (
         ("dispatch", 3 * most, 4), ("dispatch", most, 1), ("dispatch_planned", 3 * most, 3), ("combine", most + 1, 2),
@@ -277,14 +277,14 @@ def test_refusals_of_what_goes_in_rounds(backend: Any, device: Device) -> None:
         ("dispatch_dynamic", 2 * most, 1), ("combine_gathered", 2 * most, 1),
     ):  # fmt: skip
         backend.reject(operator, "why", 0, max_tokens)
-        assert device.take() == [refuse] * turns, (operator, max_tokens)
+        assert device.take() == [reject] * turns, (operator, max_tokens)
     backend._across = True  # there rows are copied, as those of any combine
     backend.reject("combine_gathered", "why", 0, 2 * most)
-    assert device.take() == [refuse] * 2
+    assert device.take() == [reject] * 2
     backend.start(0, "dispatch", X, None, IDX, IN_THREE, PLAIN)
     device.take()
     backend.reject("combine_start", "why", 1, 2 * most)
-    assert device.take() == [("waits for", "caller", 2), *[refuse] * 2], "behind all rounds of what is under way"
+    assert device.take() == [("waits for", "caller", 2), *[reject] * 2], "behind all rounds of what is under way"
 
 
 def test_a_start_that_fails(backend: Any, device: Device) -> None:

@@ -112,10 +112,10 @@ def test_dynamic_token_major(weighted: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("token_major", [False, True])
 @pytest.mark.parametrize(("epoch", "goes_on"), [(7, False), (6, True), (None, True)])
-def test_a_dynamic_dispatch_that_is_refused(
+def test_a_dynamic_dispatch_that_is_rejected(
     epoch: int | None, goes_on: bool, token_major: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends with its plan, which has ended on all ranks; what another operation was refused for is told later."""
+    """It ends with its plan, which has ended on all ranks; what another operation was rejected for is told later."""
     path, recorder = throughput(Budget(20, 30), monkeypatch)
     x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
     made: Any = On(object.__new__(CuteBackend))
@@ -140,9 +140,9 @@ def test_a_dynamic_dispatch_that_is_refused(
         if epoch is not None:
             mark, other = (
                 e << marks.SHIFT | terms
-                for e, terms in ((epoch, marks.pack("plan", 100)), (epoch, marks.pack_refusal(2)))
+                for e, terms in ((epoch, marks.pack("plan", 100)), (epoch, marks.pack_rejection(2)))
             )
-            report._words[32:40] = [1, sync.REFUSAL, 0, 0, 2, 0, mark, other]  # type: ignore[assignment]
+            report._words[32:40] = [1, sync.REJECTION, 0, 0, 2, 0, mark, other]  # type: ignore[assignment]
         return plan
 
     monkeypatch.setattr(path.target, "plan", planned)

@@ -57,7 +57,7 @@ def test_over_nvshmem() -> None:
     assert fences == {False: 1, True: 1}
 
 
-def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_it_rejects(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.main([]) == 2 and "torch sees no GPU" in capsys.readouterr().err
     for given in (["--bytes", "100"], ["--batches", "0"], ["--blocks", "4,0"], ["--wires", "carrier pigeons"]):

@@ -10,12 +10,12 @@ from typing import Any
 from . import reference
 from .network import Network, Violation
 from .rank import Rank
-from .shape import ANOTHER, REFUSED, Ids, Operation, Shape
+from .shape import ANOTHER, REJECTED, Ids, Operation, Shape
 
 DEADLINE = "deadline"
-FAULTS = ("", "dies", "gives up", "cut", "refuses", "refused, and dies", "differs")
+FAULTS = ("", "dies", "gives up", "cut", "rejects", "rejected, and dies", "differs")
 
-DEADLY = ("dies", "refused, and dies")
+DEADLY = ("dies", "rejected, and dies")
 STRIKES = (*DEADLY, "gives up", "cut")
 """Faults of some moment."""
 
@@ -43,9 +43,9 @@ def draw_case(seed: int, fault: str = "") -> Case:
         draw.choice((1, 1, 2)), draw.choice((1, 2)), draw.choice((1, 1, 2, 3)),
     )  # fmt: skip
     operations = draw_operations(draw, shape, draw.randint(2, 6))
-    if fault in ("refuses", "refused, and dies"):
+    if fault in ("rejects", "rejected, and dies"):
         number = draw.randrange(len(operations))
-        operations[number] = operations[number]._replace(refused_by=draw.randrange(shape.world_size))
+        operations[number] = operations[number]._replace(rejected_by=draw.randrange(shape.world_size))
         operations = [op for op in operations if op.along != number]
     if fault == "differs":
         combines = [op.number for op in operations if op.kind == "combine"]
@@ -145,7 +145,7 @@ def judge(case: Case, living: list[Rank]) -> str:
     told = [rank for rank in living if rank.failed]
     if case.fault == "differs" and len(told) < len(living):
         raise Violation("a rank has not heard that others are in another operation")
-    if causes and case.fault in ("", "refuses"):
+    if causes and case.fault in ("", "rejects"):
         raise Violation(f"ranks have failed, and nothing was wrong: {causes}")
     if told and len(told) < len(living):
         raise Violation(f"of all ranks only {[rank.rank for rank in told]} know of a failure")
@@ -167,8 +167,8 @@ def judge(case: Case, living: list[Rank]) -> str:
 
 
 def expected_of(case: Case, op: Operation) -> list[Any]:
-    if op.refused_by >= 0:
-        return [REFUSED] * case.shape.world_size
+    if op.rejected_by >= 0:
+        return [REJECTED] * case.shape.world_size
     route = op if op.along < 0 else next(other for other in case.operations if other.number == op.along)
     if op.kind in ("combine", "few_combine"):
         return reference.combined(case.shape, op, route)

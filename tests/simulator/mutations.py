@@ -9,7 +9,7 @@ from .cases import Mutant
 from .network import Abandoned, Network, Place, Steps, Wait, Word, come_in
 from .placing import kept_of
 from .rank import Rank
-from .shape import REFUSED, Operation
+from .shape import REJECTED, Operation
 
 Ready = Callable[[Any], bool]
 
@@ -106,12 +106,12 @@ class StagerSuspectsTheOwner(Rank):
         return (owner,)
 
 
-class RefusalIsAnotherOperation(Rank):
-    """A hello that comes before the refusal is taken for one with other terms."""
+class RejectionIsAnotherOperation(Rank):
+    """A hello that comes before the rejection is taken for one with other terms."""
 
     def look_at(self, peer: int) -> None:
         value = self.word_here(self.hello_word(peer))
-        if self.is_of_epoch(value) and value[1] == REFUSED and not self.refused:
+        if self.is_of_epoch(value) and value[1] == REJECTED and not self.rejected:
             self.give_up("other terms")
         super().look_at(peer)
 
@@ -369,8 +369,8 @@ class MeetsItsRail(Rank):
             yield from super().meet(peer)
 
 
-class RefusalStaysHome(Rank):
-    """Ranks of other domains learn by the hello alone that somebody refuses."""
+class RejectionStaysHome(Rank):
+    """Ranks of other domains learn by the hello alone that somebody rejects."""
 
     def put(self, target: int, cells: list[tuple[Place, Place]], word: Word | None, number: Any) -> None:
         if word is None or word[0] != "rejection" or target in self.peers:
@@ -539,7 +539,7 @@ def rank(kind: type[Rank], fault: str = "") -> Mutation:
 
 MUTATIONS: dict[str, Mutation] = {
     **{
-        f"no wait: {name}": rank(impatient(name), "refuses" * (name in ("sent", "come", "rejection"))) for name in WAITS
+        f"no wait: {name}": rank(impatient(name), "rejects" * (name in ("sent", "come", "rejection"))) for name in WAITS
     },
     "signal beside its data": Mutation((SignalBesideData, Rank)),
     "ADD for SET": Mutation((Adds, Rank)),
@@ -549,7 +549,7 @@ MUTATIONS: dict[str, Mutation] = {
     "terms that nobody reads": rank(TermsUnread, "differs"),
     "terms are read at the end": rank(TermsAtTheEnd, "differs"),
     "stager looks at the owner's terms": rank(StagerSuspectsTheOwner, "differs"),
-    "refusal is another operation": rank(RefusalIsAnotherOperation, "refuses"),
+    "rejection is another operation": rank(RejectionIsAnotherOperation, "rejects"),
     "running count, set": rank(RunningCount),
     "running count, added": Mutation((AddsCounts, RunningCount)),
     "finish flag": rank(FinishFlag),
@@ -576,8 +576,8 @@ MUTATIONS: dict[str, Mutation] = {
     "rows with gaps": rank(RowsAtTheirTokens),
     "put from where pushed, with gaps": rank(Gaps),
     "meets its domain and its rail alone": rank(MeetsItsRail),
-    "refusal stays in its domain": rank(RefusalStaysHome, "refuses"),
-    "settles for ever": rank(EndlessSettling, "refused, and dies"),
+    "rejection stays in its domain": rank(RejectionStaysHome, "rejects"),
+    "settles for ever": rank(EndlessSettling, "rejected, and dies"),
     "sums in order of arrival": rank(AsTheyCome),
     "domain's sum not rounded": rank(SumsUnrounded),
     "waits for dropped copies": rank(DroppedAreAwaited),

@@ -7,7 +7,7 @@ from typing import Any
 
 from .latency import Latency
 from .network import Abandoned, Network, Place, Steps, Violation, Wait, Word, come_in
-from .shape import REFUSED, Operation, Route, Shape
+from .shape import REJECTED, Operation, Route, Shape
 from .throughput import Throughput
 
 
@@ -18,7 +18,7 @@ class Rank(Throughput, Latency):
         self.peers = shape.domains[self.domain]  # of the NVLink domain, this rank included
         self.everybody = tuple(range(shape.world_size))
         self.epoch = 0
-        self.refused = False  # this operation, by anybody
+        self.rejected = False  # this operation, by anybody
         self.failed: str | None = None  # what has ended this communicator
         self.terms = ""  # of the operation: what all ranks must agree on
         self.routes: dict[int, Route] = {}
@@ -36,14 +36,16 @@ class Rank(Throughput, Latency):
                 op = op._replace(kind=op.instead)
             self.epoch += 1
             self.puts = dict.fromkeys(self.everybody, 0)  # of this epoch, over the wire
-            self.refused = any(self.is_there(self.word("rejection", peer), self.is_of_epoch) for peer in self.everybody)
-            tasks = [self.say_refusal()] if op.refused_by == self.rank else [self.say_hello(), *self.tasks(op)]
+            self.rejected = any(
+                self.is_there(self.word("rejection", peer), self.is_of_epoch) for peer in self.everybody
+            )
+            tasks = [self.say_rejection()] if op.rejected_by == self.rank else [self.say_hello(), *self.tasks(op)]
             yield self.network.spawn(self.rank, tasks)
             yield self.network.spawn(self.rank, [self.meet(peer) for peer in self.everybody])
-            if self.refused:  # its receivers have not waited for what was put
+            if self.rejected:  # its receivers have not waited for what was put
                 yield from self.settle()
             if not self.failed:
-                self.results[op.number] = self.why_refused() if self.refused else self.result
+                self.results[op.number] = self.why_rejected() if self.rejected else self.result
 
     def goes_on(self) -> bool:
         """Whether a rank that has given up begins another operation: it would put nothing, and leave alone what is
@@ -84,35 +86,35 @@ class Rank(Throughput, Latency):
     def hello_word(self, rank: int) -> Word:
         return self.word("hello", rank)
 
-    def say_refusal(self) -> Steps:
+    def say_rejection(self) -> Steps:
         """Instead of an operation: leaves the reason with everybody, and the word that says so; and hello."""
         reason = self.place("reason", self.rank)
         self.store(self.rank, reason, ("because", self.epoch, self.rank))
         for peer in self.everybody:
             self.put(peer, [(reason, reason)] * (peer != self.rank), self.word("rejection", self.rank), 0)
             yield
-        yield from self.say_hello(REFUSED)
+        yield from self.say_hello(REJECTED)
 
-    def why_refused(self) -> Any:
+    def why_rejected(self) -> Any:
         rank = next(r for r in self.everybody if self.is_there(self.word("rejection", r), self.is_of_epoch))
-        return REFUSED if self.read(self.rank, self.place("reason", rank)) == ("because", self.epoch, rank) else "?"
+        return REJECTED if self.read(self.rank, self.place("reason", rank)) == ("because", self.epoch, rank) else "?"
 
     def meet(self, peer: int) -> Steps:
-        """Ends when that rank has begun this epoch, and so has left the one before it. Of one that refuses, when its
-        refusal is here, too."""
+        """Ends when that rank has begun this epoch, and so has left the one before it. Of one that rejects, when its
+        rejection is here, too."""
         word = self.hello_word(peer)
         _, says, terms = yield from self.wait_for("hello", word, self.is_of_epoch, (), "failure")
-        if says == REFUSED:
+        if says == REJECTED:
             yield from self.wait_for("rejection", self.word("rejection", peer), self.is_of_epoch, (), "failure")
-        elif terms != self.terms and not self.refused:
+        elif terms != self.terms and not self.rejected:
             self.give_up(f"rank {self.rank} is in {self.terms}, rank {peer} in {terms}")
 
     def look_at(self, peer: int) -> None:
-        """While something is awaited: a hello with other terms says that it will not come. That of a rank that refuses
-        says nothing: its refusal will."""
+        """While something is awaited: a hello with other terms says that it will not come. That of a rank that rejects
+        says nothing: its rejection will."""
         _, says, terms = self.word_here(self.hello_word(peer))
         if self.is_there(self.hello_word(peer), self.is_of_epoch) and terms != self.terms:
-            if says != REFUSED and not self.refused:
+            if says != REJECTED and not self.rejected:
                 self.give_up(f"rank {self.rank} is in {self.terms}, rank {peer} in {terms}")
 
     def hear(self, word: Word, value: Any) -> None:
@@ -122,7 +124,7 @@ class Rank(Throughput, Latency):
         elif isinstance(value, tuple) and value[0] < self.epoch - 1 and not self.failed:
             raise Violation(f"in epoch {self.epoch} of rank {self.rank} {word} of epoch {value[0]} arrives")
         elif word[:2] == self.word("rejection") and self.is_of_epoch(value):
-            self.refused = True
+            self.rejected = True
             self.network.abandon(self.rank, "rejection")
         elif word[0] == "hello":
             for wait in list(self.network.waiting[self.rank].values()):
@@ -173,7 +175,7 @@ class Rank(Throughput, Latency):
         if not self.is_there(word, ready):
             for peer in peers:
                 self.look_at(peer)
-            if self.failed or (self.refused and until == "rejection"):
+            if self.failed or (self.rejected and until == "rejection"):
                 raise Abandoned
         return (yield Wait(rule, word, ready, until, peers))
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 Ids = tuple[tuple[int, ...], ...]
 
-REFUSED = "refused"
-"""What a hello says of a rank that refuses."""
+REJECTED = "rejected"
+"""What a hello says of a rank that rejects."""
 
 ANOTHER = {
     "dispatch": "few_dispatch", "few_dispatch": "dispatch", "combine": "dispatch_planned",
@@ -71,7 +71,7 @@ class Operation(NamedTuple):
     ids: tuple[Ids, ...]  # of each token, -1 for none
     capacity: tuple[int, ...]  # rows that each rank has room for
     along: int = -1  # number of the dispatch whose route is gone along
-    refused_by: int = -1
+    rejected_by: int = -1
     differs: tuple[int, ...] = ()  # ranks that run another one instead
     instead: str = ""  # of which kind
 

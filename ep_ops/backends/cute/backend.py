@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cute_kernels import marks
 from cute_kernels.alarm import RaiseAlarm
-from cute_kernels.refusal import Refuse
+from cute_kernels.rejection import Reject
 from cute_kernels.slices import Slices
 from meta_kernels.arguments import (
     AnyStart,
@@ -87,7 +87,7 @@ def all_kernels(config: Config, formats: Formats = ()) -> list[Any]:
         found += throughput.kernels_of_format(problem, spec)
         if tokens and spec.latency:
             found += latency.kernels_of_format(problem, tokens, spec)
-    return [*dict.fromkeys(found), Refuse(problem, tokens if problem.domains else 0), RaiseAlarm(problem)]
+    return [*dict.fromkeys(found), Reject(problem, tokens if problem.domains else 0), RaiseAlarm(problem)]
 
 
 class CuteBackend:
@@ -296,7 +296,7 @@ class CuteBackend:
         if part == "wait":
             turns = int(self._flights.unreceived)
         try:
-            self._refuse(why, first, turns)
+            self._reject(why, first, turns)
         except Exception as another:
             with torch.cuda.stream(stream):
                 failed = f"could not notify the other ranks that it does not run ep::{operator} ({another})"
@@ -348,18 +348,18 @@ class CuteBackend:
                 return  # it runs to its end, here as elsewhere
         elif started and (part == "" or flight in started):
             return  # nobody runs it
-        self._refuse(reason, 0, self._turns(whole, max_tokens) if part != "wait" else 1)
+        self._reject(reason, 0, self._turns(whole, max_tokens) if part != "wait" else 1)
 
-    def _refuse(self, reason: str, first: int, turns: int) -> None:
+    def _reject(self, reason: str, first: int, turns: int) -> None:
         """Reject operations `first` to `turns` - 1 of an operator."""
         if first >= turns:
             return
         self._flights.follow()
         text = torch.frombuffer(bytearray(pack_reason(reason, turns)), dtype=torch.uint8).to(self._device)
         tokens = max(0, self._latency_tokens) if self._across else 0
-        bind = self._launcher.get(Refuse, tokens)
+        bind = self._launcher.get(Reject, tokens)
         for turn in range(first, turns):
-            bind(marks.pack_refusal(self._rank, turn), blocks=1)(text)
+            bind(marks.pack_rejection(self._rank, turn), blocks=1)(text)
 
     def _turns(self, operator: str, max_tokens: Any) -> int:
         """Return the number of kernel operations that an operator consists of.

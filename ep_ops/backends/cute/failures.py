@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cute_kernels import marks
-from cute_kernels.heap import EPOCH, REASON_BYTES, REFUSED, STATE_BYTES
+from cute_kernels.heap import EPOCH, REASON_BYTES, REJECTED, STATE_BYTES
 from cute_kernels.sync import FAILED_BY_PEER
 
 from ...config import Config
@@ -98,9 +98,9 @@ class Failures:
             raise RuntimeError(failed)
         if failures_alone:
             return
-        refusal = None if torch.cuda.is_current_stream_capturing() else self.report.refusal()
-        if refusal is not None:
-            peer, epoch, doing, terms = refusal
+        rejection = None if torch.cuda.is_current_stream_capturing() else self.report.rejection()
+        if rejection is not None:
+            peer, epoch, doing, terms = rejection
             reason, turns = self._reason(peer, epoch)
             why = f"{doing}: rejected by rank {peer}: {reason}"
             expected = self._turns_of(terms)
@@ -112,12 +112,12 @@ class Failures:
                 )
                 return self.check()
             raise ValueError(f"communicator {self._config.name!r}: {why}")
-        refused = None if torch.cuda.is_current_stream_capturing() else self.report.refused()
-        if refused is not None:
+        rejected = None if torch.cuda.is_current_stream_capturing() else self.report.rejected()
+        if rejected is not None:
             with torch.cuda.device(self._device), torch.cuda.stream(self._resets):
-                self._state[REFUSED : REFUSED + 1].zero_()
+                self._state[REJECTED : REJECTED + 1].zero_()
             self._resets.synchronize()  # so that kernels on any stream that are launched later report again
-            raise ValueError(f"communicator {self._config.name!r}: {refused}")
+            raise ValueError(f"communicator {self._config.name!r}: {rejected}")
 
     def _turns_of(self, terms: marks.Terms) -> int:
         """Return the number of kernel operations of the operator that this rank launched with these terms, or 0 if
@@ -140,7 +140,7 @@ class Failures:
         """
         if not self.report.pending():
             return
-        if self.has_failed() or self.report.refused_in() == self._epoch() - 1:
+        if self.has_failed() or self.report.rejected_in() == self._epoch() - 1:
             self.check()
 
     def has_failed(self) -> bool:

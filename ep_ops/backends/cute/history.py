@@ -64,7 +64,7 @@ def describe(rank: int, noted: Iterable[Operation]) -> str:
 
 
 def _of_one(noted: Operation) -> str:
-    if noted.kind == "refused":
+    if noted.kind == "rejected":
         return f"{noted.number} rejected"
     begun = datetime.fromtimestamp(noted.begun).strftime("%H:%M:%S.%f")
     met = f"has not seen {_ranks(noted.unseen)} in it"

@@ -15,7 +15,7 @@ from .. import failure_text
 
 _WORDS = sync.REPORT_WORDS
 _ALL = 4 * _WORDS
-_FAILED, _REFUSED, _REFUSAL, _LATE = range(0, _ALL, _WORDS)
+_FAILED, _REJECTED, _REJECTION, _LATE = range(0, _ALL, _WORDS)
 """First word of each record: a failed wait, an invalid value, an operation that a peer rejected, and a long wait."""
 _NOT_BEGUN = -1
 """Stands for a flag if no kernel waited for one."""
@@ -53,7 +53,7 @@ class Report:
     def pending(self) -> bool:
         """Return whether there is something to raise. Takes a fraction of a microsecond."""
         words = self._words
-        return words[_FAILED] != 0 or words[_REFUSED] != 0 or words[_REFUSAL] != 0
+        return words[_FAILED] != 0 or words[_REJECTED] != 0 or words[_REJECTION] != 0
 
     def _record(self, first: int) -> sync.Record:
         return sync.Record(*self._words[first : first + len(sync.Record._fields)])
@@ -140,12 +140,12 @@ class Report:
         whom = f"rank {record.peer} ({sync.FLAGS[record.flag]} flag)"
         return failure_text.still_waits(communicator, doing, whom, self._timeout)
 
-    def refused(self) -> str | None:
+    def rejected(self) -> str | None:
         """Return the text of the first invalid expert id, row or scale since the last call, and clear the record."""
-        if self._words[_REFUSED] == 0:
+        if self._words[_REJECTED] == 0:
             return None
-        _, reason, _, rank, _, detail, mark, value = self._record(_REFUSED)
-        self._words[_REFUSED : _REFUSED + _WORDS] = [0] * _WORDS
+        _, reason, _, rank, _, detail, mark, value = self._record(_REJECTED)
+        self._words[_REJECTED : _REJECTED + _WORDS] = [0] * _WORDS
         epoch, terms = self._unpack(mark)
         where = f"ep::{terms.kind}, operation {epoch}"
         if reason == sync.BAD_ROW:
@@ -170,24 +170,24 @@ class Report:
             " entries were not sent."
         )
 
-    def refused_in(self) -> int | None:
-        """Return the epoch of the operation that :meth:`refusal` would return, or None."""
-        if self._words[_REFUSAL] == 0:
+    def rejected_in(self) -> int | None:
+        """Return the epoch of the operation that :meth:`rejection` would return, or None."""
+        if self._words[_REJECTION] == 0:
             return None
-        return self._unpack(self._record(_REFUSAL).mark)[0]
+        return self._unpack(self._record(_REJECTION).mark)[0]
 
-    def refusal(self) -> tuple[int, int, str, marks.Terms] | None:
+    def rejection(self) -> tuple[int, int, str, marks.Terms] | None:
         """Return the operation that another rank rejected since the last call, and clear the record.
 
         Returns:
             None, or the rank that rejected it, its epoch, and its name and terms on this rank.
         """
-        if self._words[_REFUSAL] == 0:
+        if self._words[_REJECTION] == 0:
             return None
-        record = self._record(_REFUSAL)
-        self._words[_REFUSAL] = 0
+        record = self._record(_REJECTION)
+        self._words[_REJECTION] = 0
         epoch, terms = self._unpack(record.mark)
-        rank, turn = marks.unpack_refusal(marks.unpack(record.seen, epoch)[1])
+        rank, turn = marks.unpack_rejection(marks.unpack(record.seen, epoch)[1])
         if epoch - turn == self._reported:  # written again by another warp or in a later round
             return None
         self._reported = epoch - turn

@@ -69,9 +69,9 @@ class Meeting:
     def meet(self, operator: str, same: dict[str, int], own: Sequence[int], problem: str | None) -> Tensor:
         """Return ``own`` of all ranks, [W, len(own)], after checking that all run the same operator with equal ``same``
         and without a problem."""
-        gathered, refusals = self.gather(f"ep::{operator}", problem, (*same.values(), *own))
-        if refusals:
-            raise ValueError(f"{operator}: {problem}" if problem else f"{operator}: {'; '.join(refusals)}")
+        gathered, rejections = self.gather(f"ep::{operator}", problem, (*same.values(), *own))
+        if rejections:
+            raise ValueError(f"{operator}: {problem}" if problem else f"{operator}: {'; '.join(rejections)}")
         for column, field in enumerate(same):
             values = gathered[:, column].tolist()
             if len(set(values)) > 1:
@@ -85,19 +85,19 @@ class Meeting:
 
     def of_method(self, call: str, problem: str | None, values: Sequence[int]) -> Tensor:
         """Meet before the exchanges of a method, and return ``values`` of all ranks."""
-        gathered, refusals = self.gather(call, problem, values)
+        gathered, rejections = self.gather(call, problem, values)
         self.stage = "settled"
-        if refusals:
-            raise ValueError(problem or "; ".join(refusals))
+        if rejections:
+            raise ValueError(problem or "; ".join(rejections))
         return gathered
 
     def gather(self, call: str, problem: str | None, values: Sequence[int] = ()) -> tuple[Tensor, list[str]]:
         """Return ``values`` of all ranks, [W, at least as many], and the reasons of the ranks that reject the call."""
         self._waits.begin(call)
         self.stage = "within"
-        gathered, refusals, differ = meeting.gather(self._exchange, call, self._name, self._number, problem, values)
-        if differ or refusals:
+        gathered, rejections, differ = meeting.gather(self._exchange, call, self._name, self._number, problem, values)
+        if differ or rejections:
             self.stage = "settled"
         if differ:
             raise RuntimeError(differ)
-        return gathered, refusals
+        return gathered, rejections

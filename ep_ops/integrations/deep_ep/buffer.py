@@ -15,7 +15,7 @@ from ep_ops.integrations.deep_ep.communicators import (
     bound_of,
     check_tokens,
     format_of,
-    refuse_experts,
+    reject_experts,
     with_scales,
 )
 from ep_ops.integrations.deep_ep.config import Config
@@ -90,7 +90,7 @@ class Buffer(LowLatency):
     def set_num_sms(new_num_sms: int) -> None:
         """Set ``num_sms``, which has no effect. ValueError for an odd number, as in DeepEP."""
         if new_num_sms % 2:
-            raise ValueError(f"num_sms is {new_num_sms}; it must be even")
+            raise ValueError(f"num_sms is {new_num_sms}; allowed: even")
         Buffer.num_sms = new_num_sms
 
     @staticmethod
@@ -117,7 +117,7 @@ class Buffer(LowLatency):
             Tokens for each rank, int32 [W]; None; entries for each expert, int32 [E]; whether each token goes to each
                 rank, bool [T, W]; an event.
         """
-        refuse_experts(num_experts, self.group_size)
+        reject_experts(num_experts, self.group_size)
         wait_for(previous_event)
         named = (topk_idx >= 0) & (topk_idx < num_experts)
         ids = torch.where(named, topk_idx, num_experts).long()
@@ -180,7 +180,7 @@ class Buffer(LowLatency):
                     "num_tokens_per_rank, num_tokens_per_expert or is_token_in_rank is None; call get_dispatch_layout"
                 )
             num_experts = num_tokens_per_expert.shape[0]
-            own.refuse_experts("dispatch", num_experts)
+            own.reject_experts("dispatch", num_experts)
             ids = topk_idx
             if ids is None:  # any expert of a rank stands for the rank
                 first = torch.arange(self.group_size, device=rows.device) * (num_experts // self.group_size)

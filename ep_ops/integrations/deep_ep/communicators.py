@@ -48,11 +48,11 @@ class Communicators:
                 raise
             reject(operator, comm.backend, error, 0, max_tokens)
 
-    def refuse_experts(self, method: str, num_experts: int) -> None:
+    def reject_experts(self, method: str, num_experts: int) -> None:
         """Raise ValueError unless all ranks have the same number of experts. Before the first call of the method, the
         creation of the communicator raises it, on all ranks."""
         if method in self._latest:
-            refuse_experts(num_experts, self._group.size())
+            reject_experts(num_experts, self._group.size())
 
     def of(
         self, x: Tensor, num_experts: int, top_k: int, max_tokens: int, method: str = "", operator: str = "dispatch"
@@ -228,7 +228,7 @@ def check_ids(route: Route, **given: Tensor) -> None:
             raise ValueError(f"{name} has shape {tuple(one.shape)}; allowed: {tuple(route.topk_idx.shape)}")
 
 
-def refuse_experts(num_experts: int, ranks: int) -> None:
+def reject_experts(num_experts: int, ranks: int) -> None:
     """Raise ValueError unless all ranks have the same number of experts."""
     if num_experts % ranks:
-        raise ValueError(f"num_experts is {num_experts}; it must be a multiple of the {ranks} ranks")
+        raise ValueError(f"num_experts is {num_experts}; allowed: a multiple of the {ranks} ranks")

@@ -222,7 +222,7 @@ class ElasticBuffer:
                     f"topk_idx or num_experts is None, or num_max_tokens_per_rank is {most}; all of them are needed"
                 )
             check_tokens(rows, topk_idx)
-            own.refuse_experts("dispatch", num_experts)
+            own.reject_experts("dispatch", num_experts)
             asked = format_of(rows, scales, columns)
         comm = own.of(rows, num_experts, topk_idx.shape[1], most, "dispatch", operator)
         layout: dict[str, Any] = {"alignment": align, "zeros": True} if do_expand else {"layout": "token_major"}

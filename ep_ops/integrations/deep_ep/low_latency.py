@@ -78,7 +78,7 @@ class LowLatency:
         informing = functools.partial(own.informing, "low_latency_dispatch", "dispatch", tokens)
         with informing():
             check_tokens(x, topk_idx)
-            own.refuse_experts("low_latency_dispatch", num_experts)
+            own.reject_experts("low_latency_dispatch", num_experts)
             slots = self.group_size * whole("num_max_dispatch_tokens_per_rank", tokens)
         comm = own.of(x, num_experts, topk_idx.shape[1], tokens, "low_latency_dispatch")
         with informing():

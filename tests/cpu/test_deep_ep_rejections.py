@@ -1,4 +1,4 @@
-"""What DeepEP's module refuses on one rank raises on all ranks, and the buffer can be used afterwards."""
+"""What DeepEP's module rejects on one rank raises on all ranks, and the buffer can be used afterwards."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def low_latency(first: bool) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_refusals_of_low_latency_operations(first: bool) -> None:
+def test_rejections_of_low_latency_operations(first: bool) -> None:
     for rank, found in enumerate(run_ranks(2, low_latency, first)):
         for name, text in found:
             assert name in text, (rank, name, text)
@@ -104,7 +104,7 @@ def throughput(bound: int | None) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("bound", [None, MOST])
-def test_refusals_of_throughput_operations(bound: int | None) -> None:
+def test_rejections_of_throughput_operations(bound: int | None) -> None:
     for rank, found in enumerate(run_ranks(2, throughput, bound)):
         for name, text in found:
             assert name in text, (rank, name, text)
@@ -132,7 +132,7 @@ def elastic() -> list[tuple[str, str]]:
     return found
 
 
-def test_refusals_of_elastic_buffers() -> None:
+def test_rejections_of_elastic_buffers() -> None:
     for rank, found in enumerate(run_ranks(2, elastic)):
         for name, text in found:
             assert name in text, (rank, name, text)

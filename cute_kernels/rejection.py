@@ -24,8 +24,8 @@ THREADS = 256
 WORDS = REASON_BYTES // 8
 
 
-class RefuseArgs(NamedTuple):
-    """Arguments of :class:`Refuse`."""
+class RejectArgs(NamedTuple):
+    """Arguments of :class:`Reject`."""
 
     ranks: RankArgs
     text: Int64  # REASON_BYTES bytes
@@ -44,22 +44,22 @@ def leave_reason(ranks: sync.Ranks, text: Int64, threads: cutlass.Constexpr[int]
 
 
 @dataclass(frozen=True)
-class Refuse(Kernel):
-    """One block: store the reason at every rank, set the `refusal` flag there, set the hello flag, and wait until all
+class Reject(Kernel):
+    """One block: store the reason at every rank, set the `rejection` flag there, set the hello flag, and wait until all
     ranks have begun the operation."""
 
     tokens: int = 0
     """The bound of the latency kernels if they run across domains, because words that other ranks put here may be in
     their buffers; else 0."""
 
-    NAME, Args = "ep_refuse", RefuseArgs
+    NAME, Args = "ep_reject", RejectArgs
 
     @property
     def options(self) -> dict[str, Any]:
         return {"block": (THREADS, 1, 1)}
 
     @cute.kernel
-    def kernel(self, args: RefuseArgs) -> None:
+    def kernel(self, args: RejectArgs) -> None:
         world_size = self.problem.world_size
         heap = LatencyHeap(self.problem, self.tokens) if self.tokens else Heap(self.problem)
         ranks = sync.Ranks(heap, args.ranks)
@@ -71,8 +71,8 @@ class Refuse(Kernel):
             self.put_reason(ranks)
         for peer in cutlass.range(tid, world_size, THREADS):
             if is_near(ranks, peer):
-                # Program order of two releases: a thread that acquires the hello sees the `refusal` flag.
-                ranks.signal("refusal", peer, Int32(0))
+                # Program order of two releases: a thread that acquires the hello sees the `rejection` flag.
+                ranks.signal("rejection", peer, Int32(0))
             ranks.signal("hello", peer, ranks.rank)
         for peer in cutlass.range(tid, world_size, THREADS):
             sync.await_begun(ranks, peer)
@@ -91,6 +91,6 @@ class Refuse(Kernel):
         rank = Int32(warp_id())
         while rank < self.problem.world_size and ranks.goes_on:
             if not is_near(ranks, rank):
-                word = ranks.at(Int64(0), "refused") + Int64(ranks.rank) * 8
+                word = ranks.at(Int64(0), "rejected") + Int64(ranks.rank) * 8
                 self.problem.wire.put_signal(ranks, rank, reason, reason, Int32(REASON_BYTES), word, ranks.mark)
             rank += THREADS // 32

@@ -1,4 +1,4 @@
-"""What one rank refuses, or cannot do, ends on all ranks at once with its reason, and leaves them in step."""
+"""What one rank rejects, or cannot do, ends on all ranks at once with its reason, and leaves them in step."""
 
 from __future__ import annotations
 
@@ -149,8 +149,8 @@ def test_half_an_operation(monkeypatch, together):
 
 
 def test_a_host_that_runs_ahead(together):
-    """It hears of a refusal some calls later. That call counts as well: whoever skips a call, and no more, has the rows
-    of the same step as all others."""
+    """It hears of a rejection some calls later. That call counts as well: whoever skips a call, and no more, has the
+    rows of the same step as all others."""
     with make("ahead", latency_max_tokens=0) as comm:
         kept: list[tuple[int, Any]] = []
         skipped: list[int] = []
