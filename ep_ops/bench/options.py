@@ -48,6 +48,7 @@ def new_parser(about: str | None, benchmark: str = "") -> argparse.ArgumentParse
     parser = argparse.ArgumentParser(prog, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=a_file, metavar="FILE", help="write all results as JSON, after each result")
     add_device_options(parser)
+    parser.set_defaults(sharing=1)  # `read` counts the ranks of each GPU
     return parser
 
 

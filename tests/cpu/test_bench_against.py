@@ -148,5 +148,5 @@ def test_rounds_of_two_checkouts_alternate(
     assert said[-2].split() == ["pair", "1", "10.0", "20.0", "0.667", "0.500", "0.900"]
     assert said[-1] == "geometric mean of 1 ratios: 0.667"
     assert len(json.loads(out.read_text())["rounds"]) == 3
-    with pytest.raises(SystemExit, match="must be a checkout"):
+    with pytest.raises(SystemExit, match="allowed: a checkout"):
         by_turns.main(["--other", str(tmp_path / "none"), "latency"])

@@ -188,17 +188,27 @@ def seen(comm, monkeypatch):
     """The budget of each dispatch and combine that ran."""
     calls = []
 
-    def record(name):
-        run = getattr(comm.backend, name)
+    prepare = comm.backend.prepare
 
-        def recorded(*args):
-            calls.append(now(comm.backend.budget))
-            return run(*args)
+    def recording(spec):
+        prepared = prepare(spec)
+        bind = prepared.bind
 
-        monkeypatch.setattr(comm.backend, name, recorded)
+        def bound(a):
+            run = bind(a)
 
-    record("dispatch")
-    record("combine")
+            def record(a):
+                calls.append(now(comm.backend.budget))
+                return run(a)
+
+            return record
+
+        if spec.kind in ("dispatch", "combine"):
+            prepared.bind = bound
+        return prepared
+
+    monkeypatch.setattr(comm.backend, "prepare", recording)
+    comm.calls.forget()
     return calls
 
 

@@ -33,9 +33,9 @@ def test_gpus_that_cannot_hold_the_kernels_are_rejected_by_name(
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(ValueError, match=re.escape(f"rank 0: GPU 3 (NVIDIA Something, {said}")):
         make(device="cuda:3", backend="cute")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     facts = gpu_facts(torch.device("cuda", 3))
     assert facts is not None and said in str(facts.lack) and choose_backend([facts])[0] == "reference"
 

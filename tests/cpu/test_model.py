@@ -303,7 +303,7 @@ GPU = model_formulas.Gpu(
     "", pull=100e9, push=200e9, memory=1e12, flag=0.5,
     constants={"dispatch": 20.0, "combine": 30.0, "few dispatch": 5.0, "few combine": 3.0}, told="",
 )  # fmt: skip
-WIRE = model_formulas.Wire("", rate=10e9, latency=8.0, put=0.1, told="")
+WIRE = model_formulas.WireSpeed("", rate=10e9, latency=8.0, put=0.1, told="")
 
 
 def test_what_binds() -> None:

@@ -278,7 +278,7 @@ WRONG = {
     "dtype": (lambda x, idx, w: (x.double(), idx, w), "x has dtype torch.float64"),
     "shape": (lambda x, idx, w: (x[:, :4], idx, w), "x has shape"),
     "fewer rows": (lambda x, idx, w: (x[:2], idx, w), "x has shape"),
-    "strides": (lambda x, idx, w: (x.T.contiguous().T, idx, w), "it must be contiguous"),
+    "strides": (lambda x, idx, w: (x.T.contiguous().T, idx, w), "allowed: contiguous"),
     "address": (lambda x, idx, w: (no_longer_aligned(x), idx, w), "multiples of 16 bytes"),
     "no tensor": (lambda x, idx, w: (x.tolist(), idx, w), "x is a list"),
     "weights": (lambda x, idx, w: (x, idx, w[:, :1]), "topk_weights has shape"),

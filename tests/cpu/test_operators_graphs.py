@@ -30,7 +30,7 @@ class TestGraphs(TestCase):
         self.assertExpectedInline(
             forward,
             """\
-dispatch(input, input, input, 44, 4, 0, 16, 4, 1, pinned)
+dispatch(input, input, input, 44, 4, 0, 16, 4, 1, pinned, distinct)
 combine(computed, dispatch.recv_weights, input, dispatch.route, 4, 16, pinned)
 """,
         )
@@ -38,7 +38,7 @@ combine(computed, dispatch.recv_weights, input, dispatch.route, 4, 16, pinned)
             backward,
             """\
 combine_backward(grad, computed, dispatch.recv_weights, input, dispatch.route, 44, 4, 16, pinned)
-dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch.route, 4, 16, pinned)
+dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch.route, 4, 16, pinned, distinct)
 """,
         )
 
@@ -48,11 +48,11 @@ dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch.
         self.assertExpectedInline(
             "\n".join(graphs),
             """\
-dispatch(input, input, input, size, 4, 0, size, 4, 1, pinned)
+dispatch(input, input, input, size, 4, 0, size, 4, 1, pinned, distinct)
 combine(computed, dispatch.recv_weights, input, dispatch.route, 4, size, pinned)
 
 combine_backward(grad, computed, dispatch.recv_weights, input, dispatch.route, size, 4, size, pinned)
-dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch.route, 4, size, pinned)
+dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch.route, 4, size, pinned, distinct)
 """,
         )
 
@@ -62,11 +62,11 @@ dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch.
         self.assertExpectedInline(
             "\n".join(graphs),
             """\
-dispatch(input, None, input, 44, 4, 0, 16, 4, 1, pinned)
+dispatch(input, None, input, 44, 4, 0, 16, 4, 1, pinned, distinct)
 combine(computed, None, input, dispatch.route, 4, 16, pinned)
 
 dispatch_planned(grad, None, input, dispatch.route, 44, 4, 16, pinned)
-dispatch_backward(computed, None, input, dispatch.route, 4, 16, pinned)
+dispatch_backward(computed, None, input, dispatch.route, 4, 16, pinned, distinct)
 """,
         )
 
@@ -79,11 +79,11 @@ dispatch_backward(computed, None, input, dispatch.route, 4, 16, pinned)
         self.assertExpectedInline(
             "\n".join(graphs),
             """\
-dispatch(input, input, input, 44, 4, 0, 16, 4, 1, pinned)
+dispatch(input, input, input, 44, 4, 0, 16, 4, 1, pinned, distinct)
 combine(computed, dispatch.recv_weights, input, dispatch.route, 4, 16, pinned, computed)
 
 combine_backward(grad, computed, dispatch.recv_weights, input, dispatch.route, 44, 4, 16, pinned)
-dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch.route, 4, 16, pinned)
+dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch.route, 4, 16, pinned, distinct)
 """,
         )
 
@@ -94,7 +94,7 @@ dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch.
         self.assertExpectedInline(
             "\n".join(graphs),
             """\
-dispatch(input, input, input, 44, 4, 0, 16, 4, 1, pinned, grouped, None, , , False)
+dispatch(input, input, input, 44, 4, 0, 16, 4, 1, pinned, distinct, None, , , False)
 combine(computed, dispatch.recv_weights, input, dispatch.route, 4, 16, pinned)
 """,
         )
@@ -113,15 +113,15 @@ combine(computed, dispatch.recv_weights, input, dispatch.route, 4, 16, pinned)
         self.assertExpectedInline(
             "\n".join(graphs),
             """\
-dispatch(input, input, input, 44, 4, 0, 16, 4, 1, pinned)
-dispatch'(input, input, input, 44, 4, 0, 16, 4, 1, pinned)
+dispatch(input, input, input, 44, 4, 0, 16, 4, 1, pinned, distinct)
+dispatch'(input, input, input, 44, 4, 0, 16, 4, 1, pinned, distinct)
 combine(computed, dispatch.recv_weights, input, dispatch.route, 4, 16, pinned)
 combine'(computed, dispatch'.recv_weights, input, dispatch'.route, 4, 16, pinned)
 
 combine_backward(computed, computed, dispatch'.recv_weights, input, dispatch'.route, 44, 4, 16, pinned)
 combine_backward'(computed, computed, dispatch.recv_weights, input, dispatch.route, 44, 4, 16, pinned)
-dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch'.route, 4, 16, pinned)
-dispatch_backward'(computed, combine_backward'.grad_recv_weights, input, dispatch.route, 4, 16, pinned)
+dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch'.route, 4, 16, pinned, distinct)
+dispatch_backward'(computed, combine_backward'.grad_recv_weights, input, dispatch.route, 4, 16, pinned, distinct)
 """,
         )
 
@@ -162,7 +162,7 @@ dispatch_backward(sum_rows', computed, input, dispatch.route, 1, 16, pinned, tok
         self.assertExpectedInline(
             "\n".join(graphs),
             """\
-plan(input, 44, 4, 0, 16, 4, 1, pinned)
+plan(input, 44, 4, 0, 16, 4, 1, pinned, distinct)
 dispatch_planned(input, None, input, plan.route, 44, 4, 16, pinned)
 combine(computed, None, input, plan.route, 4, 16, pinned)
 dispatch_dynamic(computed, input, input, 4, 16, 4, 1, pinned)

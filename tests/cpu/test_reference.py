@@ -391,7 +391,7 @@ def _mismatch(kind: str) -> None:
 @pytest.mark.parametrize(("kind", "error", "text", "own_text"), [
     ("expert", ValueError, "plan: rejected by rank 1: topk_idx[2, 1] is 4", "on rank 1; expert ids are 0..3"),
     ("negative expert", ValueError, "dispatch: rejected by rank 1: topk_idx[0, 0] is -2", "is -2 on rank 1"),
-    ("operator", RuntimeError, "(rank 0: dispatch, rank 1: combine)", None),
+    ("operator", RuntimeError, "(rank 0: ep::dispatch of ", None),
     ("weights", ValueError, "ranks disagree on whether topk_weights is given: [False, True] by rank", None),
     ("dynamic weights", ValueError, "ranks disagree on whether topk_weights is given: [False, True] by rank", None),
     ("planned weights", ValueError, "ranks disagree on whether topk_weights is given: [False, True] by rank", None),
