@@ -36,7 +36,8 @@ def gather(
     """
     message = [zlib.crc32(call.encode()), int(problem is not None), number, *values]
     message += [0] * (9 + 2 * exchange.world_size - len(message))  # one length for all calls
-    gathered = exchange.all_gather(torch.tensor(message, device="cpu")).cpu()
+    mine = torch.tensor(message, device="cpu")
+    gathered = exchange.all_gather(mine).cpu() if exchange.world_size > 1 else mine[None]
     rejecting = gathered[:, 1].nonzero().flatten().tolist()
     if len(gathered[:, 2].unique()) > 1 or (len(gathered[:, 0].unique()) > 1 and not rejecting):
         calls = exchange.all_gather_text(f"{call} of {of!r}" if of else call)

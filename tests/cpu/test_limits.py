@@ -27,7 +27,7 @@ from ep_ops.group.topology import choose_backend, gpu_facts
 def test_gpus_that_cannot_hold_the_kernels_are_rejected_by_name(
     capability: tuple[int, int], shared: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the backend was asked for; "auto" takes the other one."""
+    """With backend="cute"; "auto" selects the reference backend."""
     gpu = SimpleNamespace(
         name="NVIDIA Something", major=capability[0], minor=capability[1], shared_memory_per_block_optin=shared
     )
