@@ -21,8 +21,8 @@ try:  # FSDP2 has no public way from a module to the modules around it
 except ImportError:  # then FSDP2 is not checked
     _states = weakref.WeakKeyDictionary()
 
-_checked: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-"""Modules of experts that were checked, and how many modules FSDP2 had sharded at that time."""
+_checked: weakref.WeakKeyDictionary[nn.Module, tuple[int, int | None]] = weakref.WeakKeyDictionary()
+"""Modules of experts that were checked: how many modules FSDP2 had sharded at that time, and the divisor."""
 
 
 def names_apart(module: Any) -> list[str]:
@@ -83,14 +83,15 @@ def check_shards(module: Any) -> None:
 
 def check_averaging(module: Any) -> None:
     """Check how FSDP2 treats a module of experts: at its first forward pass with gradients, and again once FSDP2 has
-    sharded more modules.
+    sharded more modules or the divisor has changed.
 
     Raises:
         ValueError: FSDP2 averages the gradients of other parameters around the module, but nothing divides those of
             the experts, or both the module and FSDP2 do; or FSDP2 shards ordinary tensors that differ between ranks; or
             a parameter is the shard of another rank.
     """
-    if _checked.get(module) == len(_states):
+    state = len(_states), module.gradient_divisor
+    if _checked.get(module) == state:
         return
     own = _own_parameters(module)
     if not any(p.requires_grad for _, p in own.values()):
@@ -99,7 +100,7 @@ def check_averaging(module: Any) -> None:
     if module.comm.world_size > 1:
         with contextlib.suppress(AttributeError):  # a version of PyTorch with other internals is not checked
             _check_sharding(module, own)
-    _checked[module] = len(_states)
+    _checked[module] = state
 
 
 def _own_parameters(module: nn.Module) -> dict[tuple[int, str], tuple[str, Any]]:

@@ -379,6 +379,8 @@ def guarded() -> None:
             if factor:
                 both.moe.experts.set_gradient_divide_factor(factor)
                 both(x).sum().backward()
+                with pytest.raises(ValueError, match="are divided by 2 "):  # checked again after a forward pass
+                    keep_experts_apart(both, 2)(x)
             else:
                 with averages:
                     both(x)
