@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from ep_ops.communicator import Communicator
-from ep_ops.group.exchange import Exchange
+from ep_ops.communicator import Communicator, together
 
 
 def check_launch(group: Any) -> None:
@@ -62,7 +61,8 @@ def check_equal(comm: Communicator, parameters: dict[str, Tensor]) -> None:
     Compares a checksum of each parameter, so that every weight is read once.
     """
     own = {name: checksum(p) for name, p in parameters.items()}
-    every: list[dict[str, int]] = Exchange(comm.group, comm.device).all_gather_object(own)
+    with together(comm, "spread_experts"):
+        every: list[dict[str, int]] = comm.exchange.all_gather_object(own)
     for name in own:
         sums = [one.get(name) for one in every]
         if len(set(sums)) > 1:
