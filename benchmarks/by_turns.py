@@ -1,6 +1,6 @@
 """Compare the kernels of two checkouts: one of `ep-ops bench` runs with each of them by turns, in fresh processes.
 
-    git worktree add /tmp/earlier v0.4
+    git worktree add /tmp/earlier v0.1.0
     python benchmarks/by_turns.py --other /tmp/earlier --rounds 3 latency --ranks 2 --tokens 1,8 --only pair
 
 Both are timed by the benchmark code of this checkout. Rounds alternate between this, other and other, this. Printed is

@@ -7,8 +7,7 @@
     layer = MoEEpLayer(bootstrap, fleet_params, weights, backend=SplitConfig(comm=EpOpsConfig()))
 
 Importing this module registers the backend. Activations are bfloat16, float16, DeepSeekFp8 or MXFP8. Sizes do not
-depend on the routing and the host is not synchronized, so that a dispatch and its combine can be captured in a CUDA
-graph.
+depend on the routing and the host is not synchronized, as CUDA graphs require. Not tested on GPUs.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Experts(ExpertModule):
         dtype: dtype of the parameters; None: ``comm.dtype``. They are converted to ``comm.dtype`` in each call.
         seed: seed of the initial weights, which do not depend on the number of ranks.
         gemms: the grouped GEMMs, the same on all ranks. "torch": PyTorch's. "quack": quack's, with the gradients of
-            weights computed late (docs/overlap.md). "memory": kernels that run at the speed of reading the weights
+            weights computed late (docs/overlap.md). "memory": kernels for few rows
             (:func:`ep_ops.nn.few_rows_mlp`), with the gradients of "torch"; for bfloat16 and float16 and sizes that are
             multiples of 8. "auto": "memory" in calls without gradients in which experts have at most 64 rows on
             average, if the backend is ``cute``; else "torch". An :class:`ep_ops.nn.Gemms`: your own.

@@ -1,4 +1,4 @@
-"""SwiGLU experts with few rows each, as in decode steps, at the speed of reading their weights.
+"""SwiGLU experts with few rows each, as in decode steps, whose time is that of reading the weights.
 
     got = comm.dispatch(x, experts, weights, max_tokens=8, zeros=False)
     y = few_rows_mlp(got.x, w_in, w_out, got.route, comm.world_size)
@@ -43,8 +43,8 @@ def few_rows_mlp(x: Tensor, w_in: Tensor, w_out: Tensor, route: Route, ranks: in
         w_in: gate and up matrices, [El, H, 2F], contiguous or the transpose of contiguous ones. Under
             ``torch.autocast`` weights are cast to the dtype of x.
         w_out: down matrices, [El, F, H], likewise.
-        route: of grouped or padded rows. ``route.max_tokens`` bounds the rows of an expert.
-        ranks: number of ranks that send rows.
+        route: of grouped or padded rows. Its ``max_tokens`` and top_k select tiles, which affects the speed only.
+        ranks: number of ranks that send rows, which selects tiles, too.
 
     Returns:
         [R, H]. Rows that are not kept, padding included, are undefined.

@@ -1,4 +1,4 @@
-"""Print as JSON what a spawned scheduler process of SGLang has in the place of DeepEP. Needs SGLang, no GPU.
+"""Print as JSON which deep_ep module a spawned scheduler of SGLang imports. Needs SGLang, but no GPU.
 
     EP_OPS_DEEP_EP=1 python tests/clients/run_sglang_scheduler.py
 

@@ -1,4 +1,4 @@
-"""Entry points for vLLM and SGLang: a spawned worker process finds ep_ops in the place of DeepEP and dispatches."""
+"""Entry points for vLLM and SGLang: a spawned worker imports ep_ops as ``deep_ep``, dispatches and combines."""
 
 from __future__ import annotations
 
