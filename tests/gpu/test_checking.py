@@ -42,8 +42,9 @@ def comm(request, monkeypatch) -> Iterator[ep_ops.Communicator]:
 def drawn(comm: ep_ops.Communicator, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator(device="cuda").manual_seed(seed + 977 * comm.rank)
     x = torch.randn(TOKENS, comm.hidden_size, generator=draw, device="cuda").to(comm.dtype)
-    idx = torch.rand(TOKENS, comm.num_experts, generator=draw, device="cuda").argsort(1)[:, : comm.top_k].int()
-    idx[0, 0] = comm.num_experts - 1  # something for the last rank
+    order = torch.rand(TOKENS, comm.num_experts, generator=draw, device="cuda")
+    order[0, -1] = -1.0  # something for the last rank
+    idx = order.argsort(1)[:, : comm.top_k].int()
     return x, idx, torch.rand(TOKENS, comm.top_k, generator=draw, device="cuda")
 
 
