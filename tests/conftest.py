@@ -10,8 +10,9 @@ import drawing
 import pytest
 
 LONG = (
-    "test_ptx.py", "test_cli.py", "test_emulated.py", "test_transformers.py", "test_formats_model.py",
-    "test_formats_ptx.py", "test_wheel.py", "test_across_ptx.py", "test_operators_compile.py", "test_latency_ptx.py",
+    "test_ptx.py", "test_cli.py", "test_emulated.py", "test_transformers.py", "test_transformers_training.py",
+    "test_formats_model.py", "test_formats_ptx.py", "test_wheel.py", "test_across_ptx.py", "test_operators_compile.py",
+    "test_latency_ptx.py",
 )  # fmt: skip
 
 
