@@ -49,7 +49,7 @@ def group() -> Iterator[None]:
         yield
         return
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    if SHARING > 1:  # NCCL rejects two ranks on a GPU, as do symmetric memory and "auto" unless they are told
+    if SHARING > 1:  # NCCL rejects two ranks on a GPU; symmetric memory and "auto" do unless set
         agreement.choose_backend = lambda facts: ("cute", "")
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -1,7 +1,7 @@
 """Compiles kernels of the tests beside it into the disk cache, in other processes, while the tests run.
 
-`serve` keeps all cores busy with what is asked for: files in a folder, each a pickled list of kernels. Their names say
-what comes first: what a communicator may need, then what later tests need, which
+`serve` keeps all cores busy with requests: files in a folder, each a pickled list of kernels. Their names say what
+comes first: what a communicator may need, then what later tests need, which
 `precompile.py FOLDER RANKS FILE...` lists. A list holds more than the tests launch, and may lack something: a kernel
 that is not there is compiled by the process that needs it.
 """
@@ -268,7 +268,7 @@ def build(kernel: Any, arch: str) -> None:
 
 
 def serve(folder: Path, arch: str, processes: int) -> None:
-    """Compile what is asked for until there is a file `end`, and print how much that was."""
+    """Compile the requested kernels until there is a file `end`, and print how many were requested."""
     waiting: list[tuple[str, int, Any]] = []  # a heap
     count, known = itertools.count(), set[Any]()
     running = set[concurrent.futures.Future[None]]()
@@ -288,7 +288,7 @@ def serve(folder: Path, arch: str, processes: int) -> None:
             while waiting and len(running) < processes + 2:
                 running.add(pool.submit(build, heapq.heappop(waiting)[2], arch))
             time.sleep(0.02)
-        print(f"{len(known)} kernels were asked for; {len(waiting)} were left, {failed} failed", flush=True)
+        print(f"{len(known)} kernels were requested; {len(waiting)} were left, {failed} failed", flush=True)
         for worker in [*pool._processes.values()]:
             worker.terminate()
         pool.shutdown(wait=False, cancel_futures=True)

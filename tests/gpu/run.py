@@ -248,7 +248,7 @@ class Run:
         few = args.turns or self.gpus == 0
         self.mps: Any = None if few else Mps(self.folder / "mps")
         self.side_by_side = self.mps is not None and not self.mps.problem
-        why = "" if self.side_by_side else f" ({'not asked for' if few else self.mps.problem})"
+        why = "" if self.side_by_side else f" ({'not requested' if few else self.mps.problem})"
         self.facts = {
             "machine": machine, "commit": commit(), "seed": self.seed, "cores": os.cpu_count(),
             "mps": self.side_by_side, "cache": os.environ.get("EP_OPS_CACHE_DIR", ""),
@@ -291,7 +291,7 @@ class Run:
         return stages
 
     def targets(self, files: Sequence[str]) -> list[str]:
-        """Arguments of pytest: files, or the tests of them that were asked for."""
+        """Arguments of pytest: files, or the requested tests of them."""
         asked = [(file, test) for file, test in map(split, self.args.files) if file in files]
         return [f"{self.args.folder / file}{test}" for file, test in asked or [(file, "") for file in files]]
 
