@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import itertools
 import threading
@@ -22,12 +21,12 @@ from .arguments import device_of, group_of, large_rows
 from .backends.base import Backend
 from .backends.calls import CallCache
 from .config import Config, ConfigOptions, configured, signature
+from .creation import agreed_config, reserve_name
 from .formats import exact_dtype, format_of, layout_of
 from .group import leaving, meeting
-from .group.agreement import agree
 from .group.exchange import Exchange
 from .group.survivors import ExpertIds
-from .group.topology import gpu_problem, multiprocessors, rails_of
+from .group.topology import multiprocessors, rails_of
 from .memory import MemoryPlan, plan_of
 from .methods import Methods
 from .operators.rejection import reject_thread
@@ -115,34 +114,12 @@ class Communicator(Methods):
         self.exchange = Exchange(self.group, self.device)
         with self.exchange.turn:
             meeting.meet(self.exchange, "create Communicator")
-            agreed = self._agree(own, error)
-            self.number, name = leaving.agreed_number(self.exchange), self._reserve(agreed.name)
+            agreed = agreed_config(self.exchange, own, error, self.multiprocessors)
+            self.number, name = leaving.agreed_number(self.exchange), reserve_name(self.exchange, agreed.name)
             try:
                 self._allocate(dataclasses.replace(agreed, name=name))
             finally:
                 registry.release(name)
-
-    def _reserve(self, asked: str) -> str:
-        """Reserve a name on all ranks and return it. If none is ``asked`` for, take the lowest default name that is
-        higher than those of all ranks. Collective.
-
-        Raises:
-            ValueError: some rank has a communicator of that name.
-        """
-        while True:
-            name = asked or f"ep{int(self._gathered(registry.next_number()).max())}"
-            free = registry.reserve(name)
-            missing = (self._gathered(free) == 0).nonzero().flatten().tolist()
-            if not missing:
-                return name
-            if free:
-                registry.release(name)
-            if asked:
-                raise ValueError(f"rank {missing[0]}: {_exists(name)}")
-
-    def _gathered(self, number: int) -> Tensor:
-        """Return a number of each rank, [W]. Collective."""
-        return self.exchange.all_gather(torch.tensor(int(number), device="cpu"))
 
     def _allocate(self, config: Config) -> None:
         """Create the backend for the configuration on which the ranks have agreed."""
@@ -161,28 +138,6 @@ class Communicator(Methods):
         registry.add(self)
 
     __signature__: ClassVar[inspect.Signature] = signature(__init__)  # for help() and notebooks
-
-    def _agree(self, own: Config | None, error: Exception | None) -> Config:
-        """Compare configurations with the other ranks and return what was agreed on (``ep_ops.group.agreement``).
-
-        Args:
-            own: this rank's configuration. None: there is none because of ``error``.
-        """
-        problem, unfit = None if error is None else str(error), None
-        try:
-            if own is not None:
-                problem = _problem_of(own, self.device, self.multiprocessors)
-                if problem is None and own.backend == "auto":
-                    unfit = _unfit(own, self.device, self.multiprocessors)
-        except Exception as caught:
-            problem, error = str(caught), caught
-        lack = functools.partial(backends.lack, multiprocessors=self.multiprocessors)
-        try:
-            return agree(self.exchange, own, problem, unfit, lack)
-        except ValueError:
-            if isinstance(error, TypeError):
-                raise error from None
-            raise
 
     def _set_sizes(self) -> None:
         """Copy what calls read to attributes of this object, where they are found fastest."""
@@ -546,12 +501,6 @@ class Communicator(Methods):
         return f"<ep_ops.Communicator {self.name!r} rank {self.rank}/{self.world_size} {state} on {self.device}>"
 
 
-def _problem_of(own: Config, device: torch.device, multiprocessors: int) -> str | None:
-    """Return what is wrong with this rank's configuration, or None."""
-    problem = own.problem() or (_unfit(own, device, multiprocessors) if own.backend == "cute" else None)
-    return problem or (_exists(own.name) if own.name in registry.living else None)
-
-
 def _problem_of_formats(formats: Sequence[tuple[str, str]]) -> str | None:
     """Return what is wrong with the formats of a warmup, or None."""
     try:
@@ -563,18 +512,6 @@ def _problem_of_formats(formats: Sequence[tuple[str, str]]) -> str | None:
     except (TypeError, ValueError) as error:
         return str(error)
     return None
-
-
-def _exists(name: str) -> str:
-    return f"communicator {name!r} exists already; destroy it first or choose another name"
-
-
-def _unfit(own: Config, device: torch.device, multiprocessors: int) -> str | None:
-    """Return why the cute backend cannot run this configuration on this device, or None."""
-    unfit = backends.problem(dataclasses.replace(own, backend="cute"))
-    if unfit is None and device.type == "cuda":
-        unfit = gpu_problem(device) or backends.too_small(own, multiprocessors)
-    return unfit
 
 
 def reject_destroyed(comm: Communicator) -> None:

@@ -42,10 +42,11 @@ ROOMS = {
         "ep_ops.records", "ep_ops.config", "ep_ops.operators", "ep_ops.inputs", "ep_ops.backends", "ep_ops.formats",
         "ep_ops.overflow", "ep_ops.group", "meta_kernels",
     ),
+    "ep_ops.creation": ("ep_ops.config", "ep_ops.group", "ep_ops.backends", "ep_ops.registry"),
     "ep_ops.communicator": (
         "ep_ops.records", "ep_ops.config", "ep_ops.checks", "ep_ops.group", "ep_ops.memory", "ep_ops.registry",
         "ep_ops.backends", "ep_ops.arguments", "ep_ops.inputs", "ep_ops.formats", "ep_ops.methods",
-        "ep_ops.operators", "ep_ops.overflow",
+        "ep_ops.operators", "ep_ops.overflow", "ep_ops.creation",
     ),
     "ep_ops.nn": (
         "ep_ops.config", "ep_ops.arrivals", "ep_ops.records", "ep_ops.communicator", "ep_ops.formats", "ep_ops.group",
