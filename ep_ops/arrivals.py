@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meta_kernels.plan import arrivals_size
+
 
 class Arrivals(NamedTuple):
     """Views of the three lists."""
@@ -31,13 +33,17 @@ class Arrivals(NamedTuple):
 
 def size(num_rows: int, world_size: int) -> int:
     """Return the number of ints for ``num_rows`` rows."""
-    return 4 * num_rows + world_size + 3
+    ints: int = arrivals_size(num_rows, world_size)
+    return ints
+
+
+_FIXED = size(0, 0)
 
 
 def rows_of(numel: int, world_size: int) -> int:
     """Return the number of rows that ``numel`` ints describe, or -1 if no number of rows fits."""
-    rows = numel - world_size - 3
-    return -1 if rows < 0 or rows & 3 else rows >> 2
+    rest = numel - world_size - _FIXED
+    return -1 if rest < 0 or rest & 3 else rest >> 2
 
 
 def views(arrivals: Tensor, num_rows: int) -> Arrivals:

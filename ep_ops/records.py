@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from meta_kernels.arguments import (
     GROUPED,
+    TOKEN_MAJOR,
     AnyDispatchBackward,
     AnyRouted,
     AnySizedDispatch,
@@ -35,7 +36,7 @@ UNKNOWN_ROW = INT32_LIMIT - 1
 """Value in ``send_rows``: there is a row, and its index at its rank is not known here."""
 
 
-PADDED, TOKEN_MAJOR = "padded", "token_major"
+PADDED = "padded"
 ROW_LAYOUTS = GROUPED, PADDED, TOKEN_MAJOR
 """Order of received rows. Grouped: one segment for each local expert. Padded: [El, slots, H]. Token-major: one row for
 each (token, rank)."""

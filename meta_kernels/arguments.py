@@ -13,7 +13,8 @@ from torch import Tensor
 Size = Annotated[int, "SymInt"]
 """An int that may be symbolic while a function is traced."""
 
-GROUPED = "grouped"
+GROUPED, TOKEN_MAJOR = "grouped", "token_major"
+"""Layouts of received rows: sorted by expert, or one row for each (token, rank)."""
 
 
 class PlanArgs(NamedTuple):

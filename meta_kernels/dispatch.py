@@ -5,9 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .arguments import AnyDispatch, AnyDispatchBackward, AnySizedDispatch, DispatchDynamicArgs, DispatchPlannedArgs
+from .arguments import (
+    TOKEN_MAJOR,
+    AnyDispatch,
+    AnyDispatchBackward,
+    AnySizedDispatch,
+    DispatchDynamicArgs,
+    DispatchPlannedArgs,
+)
 from .formats import ELEMENT, Grid, format_of, layout_of, scales_shape
-from .plan import TOKEN_MAJOR, placed
+from .plan import placed
 from .rows import rows_like, scalars_like
 
 Received = tuple[Tensor, Tensor, Tensor]

@@ -15,7 +15,7 @@ PACKAGES = ("ep_ops", "cute_kernels", "meta_kernels")
 ROOMS = {
     # room: what it may import of our own code
     "ep_ops.version": (),
-    "ep_ops.arrivals": (),
+    "ep_ops.arrivals": ("meta_kernels",),
     "ep_ops.formats": ("meta_kernels",),
     "ep_ops.records": ("ep_ops.arrivals", "ep_ops.formats", "meta_kernels"),
     "ep_ops.specs": ("ep_ops.formats", "ep_ops.records", "meta_kernels"),
