@@ -24,10 +24,11 @@ class Living(Member, Protocol):
 living: dict[str, Living] = {}
 _destroyed: set[str] = set()
 _inherited: dict[str, tuple[Living, int]] = {}
-"""Communicators of the process from which this process was forked, and its id. They are kept, because the memory and
-the connections that they refer to belong to the parent."""
+"""Communicators of the process from which this process was forked, and its id. These references prevent that garbage
+collection frees memory and connections of the parent."""
 _reserved: set[str] = set()
 _numbered = 0
+_lock = threading.Lock()  # held while names are reserved
 
 
 def get(name: str) -> Living:
@@ -39,8 +40,9 @@ def get(name: str) -> Living:
 
 
 def reject(name: str) -> NoReturn:
-    """Raise RuntimeError for a communicator that does not exist here."""
-    state = "was destroyed" if name in _destroyed else "does not exist in this process"
+    """Raise RuntimeError for a communicator that does not exist here, or that existed before the living one of that
+    name."""
+    state = "was destroyed" if name in _destroyed or name in living else "does not exist in this process"
     if name in _inherited and name not in _destroyed:
         state = (
             f"was created by process {_inherited[name][1]}, from which this process was forked; a child process must"
@@ -69,10 +71,8 @@ def reserve(name: str) -> bool:
 
 
 def release(name: str) -> None:
+    """End the reservation of a name."""
     _reserved.discard(name)
-
-
-_lock = threading.Lock()
 
 
 def add(comm: Living) -> None:

@@ -189,6 +189,8 @@ def test_names() -> None:
         registry.get("mine")
     with make(name="mine") as again:  # a name may be used again
         assert registry.get("mine") is again
+        with pytest.raises(RuntimeError, match="'mine' was destroyed"):
+            mine.empty_rows(0)
 
 
 def test_destroy_twice() -> None:
