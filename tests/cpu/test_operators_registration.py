@@ -190,6 +190,14 @@ def test_records_have_the_schemas_arguments():
         assert op.arguments._field_defaults == {a.name: a.default_value for a in arguments if a.has_default_value()}
 
 
+def test_waits_take_the_ticket_and_the_arguments_of_their_start():
+    """Methods make one record from the fields of the other."""
+    for whole in (table.DISPATCH, table.COMBINE):
+        start, wait = (next(op for op in OPERATORS if op.name == f"{whole.name}_{part}") for part in ("start", "wait"))
+        assert wait.arguments._fields == ("ticket", *start.arguments._fields)
+        assert wait.arguments._field_defaults == start.arguments._field_defaults
+
+
 def test_the_documentation_shows_the_table():
     assert table.markdown() in (Path(ep_ops.__file__).parent.parent / "docs/operators.md").read_text()
 
