@@ -58,7 +58,7 @@ from .specs import CombineSpec, DispatchBackwardSpec, DispatchSpec, PlanSpec, Sp
 _INT32 = torch.int32
 _STRIDED = torch.strided
 _ROW_BYTES = 16  # rows begin at multiples of it, as bulk copies require
-_PAIR_BYTES = 8  # so does arrivals, which holds pairs of int32
+_PAIR_BYTES = 8  # arrivals, which holds pairs of int32, begins at a multiple of it
 WIRE = tuple(name for name, form in FORMATS.items() if form.wire)
 _QUANTIZED = ", ".join(repr(name) for name, form in FORMATS.items() if not form.wire)
 _MOST_HIDDEN = 2**16  # limit of rows in a format on GPUs: the ring of a pulling block holds whole rows
@@ -131,7 +131,7 @@ def combine(m: Member, a: AnyCombine) -> None:
         try:
             _tensor(m, "recv_weights", a.recv_weights, m.weights_dtype, (rows,), _ONE)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{error}. (The argument `weights` of methods.)") from None
+            raise type(error)(f"{error}. (Methods call this argument `weights`.)") from None
     if isinstance(a, CombineArgs) and a.residual is not None:
         _rows(m, "residual", a.residual, a.topk_idx.shape[0], _OF_IDS)
 

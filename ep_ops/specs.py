@@ -1,7 +1,7 @@
 """Specifications of calls: all that is neither a tensor nor a size.
 
-A specification selects kernels. There are few of them: a communicator checks and prepares each one once
-(``ep_ops.backends.calls``), and finds it again by its value.
+A specification selects kernels. A program uses few of them, so a communicator checks and prepares each one once and
+looks it up by its value afterwards (``ep_ops.backends.calls``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meta_kernels.arguments import (
 )
 
 from .formats import COMBINE_FORMATS, format_of, layout_of
-from .records import TOKEN_MAJOR
+from .records import GROUPED, TOKEN_MAJOR
 
 
 @functools.cache
@@ -34,7 +34,7 @@ def _scales_layout(format: str, scales_as: str) -> str:
 
 
 class PlanSpec(NamedTuple):
-    """A plan."""
+    """Specification of a plan."""
 
     layout: str
 
@@ -50,15 +50,18 @@ class PlanSpec(NamedTuple):
 
 
 class DispatchSpec(NamedTuple):
-    """A dispatch: along a new route (kind "dispatch"), one of exactly the rows that arrive ("dispatch_dynamic"), or a
-    known one ("dispatch_planned")."""
+    """Specification of a dispatch.
+
+    ``kind`` is "dispatch" (along a new route), "dispatch_dynamic" (along a new route with exactly as many rows as
+    arrive) or "dispatch_planned" (along an existing route).
+    """
 
     kind: str
     layout: str  # order of received rows
-    weighted: bool = False  # routing weights are sent too
+    weighted: bool = False  # whether routing weights are sent too
     format: str = ""  # format in which rows arrive (docs/formats.md); empty: as x
     scales_as: str = ""  # memory layout of received scales; empty: the format's first
-    scaled: bool = False  # x is already quantized, and its scales are given
+    scaled: bool = False  # whether x is already quantized, and its scales are given
     zeros: bool = True  # padding rows hold zeros; otherwise they are undefined
 
     @property
@@ -78,13 +81,13 @@ class DispatchSpec(NamedTuple):
 
     @property
     def latency(self) -> bool:
-        """Whether latency kernels support the format. They do not know the scale of a whole row before its first
-        packet."""
+        """Whether latency kernels support the format. They send the first packet of a row before they have read all of
+        it, so they cannot compute one scale for the row."""
         return "row" not in self.format
 
     @property
     def clears(self) -> int:
-        """What kernels get as ``zeros``: 1 if padding is to hold zeros. Token-major rows have no padding."""
+        """The argument ``zeros`` of kernels: 1 to write zeros to padding rows. Token-major rows have no padding."""
         return int(self.zeros and not self.token_major)
 
     @property
@@ -99,14 +102,17 @@ class DispatchSpec(NamedTuple):
         return cls(kind, a.layout, a.topk_weights is not None, a.format, a.scales_as, a.scales is not None, a.zeros)
 
 
+PLAIN = DispatchSpec("dispatch_planned", GROUPED)
+"""A dispatch of unquantized rows without weights, along an existing route."""
+
 _KINDS: dict[type, str] = {DispatchDynamicArgs: "dispatch_dynamic", DispatchPlannedArgs: "dispatch_planned"}
 
 
 class CombineSpec(NamedTuple):
-    """A combine."""
+    """Specification of a combine."""
 
-    weighted: bool = False  # rows are multiplied by their weights
-    residual: bool = False  # a residual is added to each token's sum
+    weighted: bool = False  # whether rows are multiplied by their weights
+    residual: bool = False  # whether a residual is added to each token's sum
     format: str = ""  # format in which sums are sent, one of COMBINE_FORMATS; empty: the rows' dtype
     grad_format: str = ""  # format in which backward sends the gradient to the rows
 
@@ -129,7 +135,7 @@ class CombineSpec(NamedTuple):
 
 
 class GatherSpec(NamedTuple):
-    """A gathering combine."""
+    """Specification of a gathered combine."""
 
     @property
     def kind(self) -> str:
@@ -143,11 +149,11 @@ class GatherSpec(NamedTuple):
 
 
 class DispatchBackwardSpec(NamedTuple):
-    """The gradients of a dispatch."""
+    """Specification of the gradients of a dispatch."""
 
     layout: str
-    rows: bool  # the gradient of x is asked for
-    scalars: bool  # the gradient of the routing weights is asked for
+    rows: bool  # whether to compute the gradient of x
+    scalars: bool  # whether to compute the gradient of the routing weights
 
     @property
     def kind(self) -> str:
@@ -166,10 +172,10 @@ class DispatchBackwardSpec(NamedTuple):
 
 
 class CombineBackwardSpec(NamedTuple):
-    """The gradients of a combine."""
+    """Specification of the gradients of a combine."""
 
-    weighted: bool  # rows were multiplied by their weights
-    products: bool  # the rows are given, so the gradient of the weights is asked for
+    weighted: bool  # whether rows were multiplied by their weights
+    products: bool  # whether to compute the gradient of the weights, from the rows, which are then given
 
     @property
     def kind(self) -> str:

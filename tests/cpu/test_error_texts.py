@@ -47,7 +47,7 @@ def test_weights_of_a_combine(comm: ep_ops.Communicator) -> None:
     sent = comm.dispatch(X, IDS, WEIGHTS)
     assert sent.weights is not None
     for weights, error in ((sent.weights[1:], ValueError), (sent.weights.double(), TypeError)):
-        with pytest.raises(error, match=r"recv_weights has .*\(The argument `weights` of methods.\)"):
+        with pytest.raises(error, match=r"recv_weights has .*\(Methods call this argument `weights`.\)"):
             comm.combine(sent.x, sent.route, weights)
 
 

@@ -130,7 +130,7 @@ class CuteBackend:
         self._latency_tokens = token_bound(config, problem) or -1  # a call's bound may be 0
         self.latency = latency.LatencyPath(self._launcher, outputs, max(0, self._latency_tokens))
         self.throughput = ThroughputPath(self._launcher, outputs, self.budget, traffic)
-        # The same on the communicator's own stream.
+        # The same paths on the communicator's own stream, for split operations.
         self._latency_beside = latency.LatencyPath(self._side_launcher, outputs, max(0, self._latency_tokens))
         self._beside = ThroughputPath(self._side_launcher, outputs, self.budget, traffic, self._flights.side)
         self._order = FlightOrder(config.name)
@@ -146,7 +146,7 @@ class CuteBackend:
         return PreparedLaunches(self, spec)
 
     def launches(self, spec: Spec, a: Any, path: ThroughputPath) -> Callable[[Any], Any]:
-        """Return a function that launches the kernels of calls which differ from these arguments in tensors only."""
+        """Return a function that launches the kernels of calls that differ from these arguments only in tensors."""
         match spec:
             case PlanSpec():
                 return path.plan
@@ -214,7 +214,7 @@ class CuteBackend:
     # Split operations (streams.py).
 
     def parts(self, spec: Spec, a: Any) -> Parts:
-        """Return what launches the parts of split operations which differ from these arguments in tensors only."""
+        """Return what launches the parts of split operations that differ from these arguments only in tensors."""
         if not self.has_latency(spec, a):
             return self.launches(spec, a, self._beside), None
         if isinstance(spec, DispatchSpec):
@@ -235,10 +235,10 @@ class CuteBackend:
         self._state.begin()
         run, receive = parts()
         self._flights.settle()
-        self._state.begin()  # what that has launched is of another call
+        self._state.begin()  # `settle` may have launched the rest of another call
         later = receive and (functools.partial(receive[0], a), functools.partial(receive[1], a))
         self._flights.start(a.flight, _tensors(a), functools.partial(run, a), later)
-        self._order.start(a.flight, operator)  # it has not, where that raises
+        self._order.start(a.flight, operator)  # not reached if the launch raises
         return ticket(self._device)
 
     def wait(self, operator: str, flight: int, again: Callable[[], Any]) -> Any:
@@ -252,7 +252,7 @@ class CuteBackend:
         del self._order.started[flight]
         self._state.begin()
         results = self._flights.wait(flight)
-        self._state.agree()  # the operation has been ended in any case
+        self._state.agree()  # everything of the operation is launched
         self._failures.check()
         return results
 
@@ -406,7 +406,7 @@ class CuteBackend:
         self._launcher.compile(all_kernels(self._config, formats))
 
     def warmup(self) -> None:
-        """Runs every kernel once, on no tokens."""
+        """Run every kernel once, without tokens."""
         config = self._config
         x = torch.empty(0, config.hidden_size, dtype=config.dtype, device=self._device)
         topk_idx = torch.empty(0, config.top_k, dtype=torch.int32, device=self._device)
@@ -414,7 +414,7 @@ class CuteBackend:
         own: dict[str, Any] = {
             "num_local_experts": self._local_experts, "world_size": config.world_size, "comm": config.name
         }  # fmt: skip
-        # Latency kernels, throughput kernels, those that go in rounds.
+        # Bounds that select latency kernels, throughput kernels, and throughput kernels in rounds.
         bounds = sorted({1, self._problem.max_tokens, config.max_tokens_per_rank})
         for layout in (GROUPED, TOKEN_MAJOR):
             alignment = 1 if layout == TOKEN_MAJOR else config.alignment

@@ -14,8 +14,8 @@ from meta_kernels.arguments import AnySizedDispatch, PlanArgs
 
 from ... import arrivals
 from ...formats import Grid, format_of, scales_shape
-from ...records import DISTINCT, GROUPED, NO_IDS, NO_SCALES, DispatchTensors, Placed, Received
-from ...specs import DispatchSpec
+from ...records import DISTINCT, NO_IDS, NO_SCALES, DispatchTensors, Placed, Received
+from ...specs import PLAIN, DispatchSpec
 from .sizing import DTYPES
 
 Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -39,8 +39,8 @@ def allocator(device: torch.device) -> New:
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-PLAIN, WEIGHTED = (DispatchSpec("dispatch_planned", GROUPED, weighted) for weighted in (False, True))
-"""Rows in their own dtype, without and with a number for each."""
+WEIGHTED = PLAIN._replace(weighted=True)
+"""Unquantized rows, with a number for each."""
 
 
 def published_slots(a: PlanArgs | AnySizedDispatch) -> int:

@@ -1,4 +1,4 @@
-"""The throughput kernels' side of the cute backend: one or two kernels an operator, and their shares of the GPU."""
+"""Launches of throughput kernels: one or two kernels for each operator, and the SMs that they use."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from ...records import (
     route_in,
     route_of,
 )
-from ...specs import CombineSpec, DispatchBackwardSpec, DispatchSpec
+from ...specs import PLAIN, CombineSpec, DispatchBackwardSpec, DispatchSpec
 from ..budget import Budget
 from .launcher import Launch, Launcher
-from .outputs import PLAIN, WEIGHTED, Outputs, published_slots
+from .outputs import WEIGHTED, Outputs, published_slots
 from .sm_model import OperationSms, TokenTraffic
 from .streams import Side
 
@@ -128,9 +128,12 @@ def _of(tensor: Some, tokens: slice) -> Some:
 
 
 class ThroughputPath:
-    """Operators for any number of tokens. Those of more than the memory takes at a time go in rounds, each of which is
-    an operation of the kernels: one moves the rows of some tokens of each rank, along a part of the route. Where the
-    route is not known another one before them tells it, of all tokens."""
+    """Operators for any number of tokens.
+
+    A call with more tokens than staging memory holds runs in rounds. Each round is an operation of the kernels that
+    moves the rows of some tokens of each rank, along a part of the route. If the route is new, another operation before
+    the rounds publishes it for all tokens.
+    """
 
     def __init__(
         self, launcher: Launcher, outputs: Outputs, budget: Budget, traffic: TokenTraffic, side: Side | None = None
@@ -156,7 +159,7 @@ class ThroughputPath:
                 found = made[budget.asked] = make()
             return found
 
-        current()  # kernels are compiled before the call begins
+        current()  # compiles kernels before anything is launched
         return current
 
     def plan(self, a: PlanArgs, num_rows: int | None = None) -> Placed:
@@ -317,7 +320,7 @@ class ThroughputPath:
         whole = self.rounds(route.max_tokens) == 1
         if not whole and weighted and token_major:
             with self._on_stream():
-                recv_weights.zero_()  # a round does not know what lies behind the last copy
+                recv_weights.zero_()  # kernels of a round do not know the last copy of the whole route
         zeros = spec.clears
         pushed = pushes(self._problem, spec.sent_as, token_major)
         for here, part in self._parts(route):
@@ -431,7 +434,7 @@ class ThroughputPath:
             with self._state:
                 if publish is not None:
                     publish()
-                # Without y the rows of grad_y stand in for it: the products that come of them are thrown away.
+                # Without y, the kernel reads grad_y in its place, and the products are discarded.
                 pull(
                     grad_out=of_out, y=grad_y if y is None else y, recv_weights=recv_weights,
                     arrivals=part.arrivals, offs=part.offs, counts=part.counts, grad_y=grad_y,
@@ -453,8 +456,8 @@ class ThroughputPath:
         cleared: bool = True,
         pushed: bool = False,
     ) -> Callable[[], None] | None:
-        """Return what launches the publish kernel of a known route, or None if it has nothing to do. `cleared`: the
-        weights of token-major rows behind the last copy are. `pushed`: rows are pushed."""
+        """Return what launches the publish kernel of a known route, or None if it has nothing to do. `cleared`: whether
+        the kernel clears the weights of token-major rows behind the last copy. `pushed`: whether it pushes rows."""
         weighted = topk_weights is not None
         variant = (False, self._stages(spec), weighted, False, spec.sent_as, spec.scaled, pushed)
         if not any(variant[:4]):

@@ -8,13 +8,10 @@ from torch import Tensor
 from ... import arrivals
 from ...formats import exact_dtype
 from ...group.exchange import Exchange
-from ...records import GROUPED, NO_SCALES, Received, Route
-from ...specs import DispatchSpec
+from ...records import NO_SCALES, Received, Route
+from ...specs import PLAIN, DispatchSpec
 from . import quantized, tree
 from .ranks import ExpertRanks
-
-PLAIN = DispatchSpec("dispatch_planned", GROUPED)
-"""Rows in their own dtype."""
 
 
 class Transfer:
