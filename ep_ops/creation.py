@@ -57,11 +57,14 @@ def reserve_name(exchange: Exchange, given: str) -> str:
     while True:
         name = given or f"ep{int(_gathered(exchange, registry.next_number()).max())}"
         free = registry.reserve(name)
-        missing = (_gathered(exchange, free) == 0).nonzero().flatten().tolist()
+        missing = None
+        try:
+            missing = (_gathered(exchange, free) == 0).nonzero().flatten().tolist()
+        finally:  # ranks may not be reachable
+            if free and missing != []:
+                registry.release(name)
         if not missing:
             return name
-        if free:
-            registry.release(name)
         if given:
             raise ValueError(f"rank {missing[0]}: {_exists(name)}")
 

@@ -21,7 +21,7 @@ from ranks import run_ranks
 
 import ep_ops
 from ep_ops import config as config_file
-from ep_ops import registry, symmetric
+from ep_ops import creation, registry, symmetric
 from ep_ops.commands import compile as ahead
 from ep_ops.commands import doctor
 from ep_ops.group import agreement
@@ -175,6 +175,20 @@ def test_rows_that_an_int32_can_number() -> None:
     with pytest.raises(ValueError, match=r"exceeds the 2\*\*31 rows"):
         ep_ops.memory_plan(max_tokens_per_rank=least_too_many, **sizes)
     assert ep_ops.memory_plan(max_tokens_per_rank=least_too_many - 1, **sizes)["call: recv_weights"] < 4 * 2**31
+
+
+class _Unreachable:
+    """An exchange whose other ranks have died."""
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("connection closed")
+
+
+def test_a_name_is_free_after_an_exchange_that_failed() -> None:
+    with pytest.raises(RuntimeError, match="connection closed"):
+        creation.reserve_name(_Unreachable(), "lonely")  # type: ignore[arg-type]
+    with make(name="lonely") as comm:
+        assert comm.name == "lonely"
 
 
 def test_names() -> None:
