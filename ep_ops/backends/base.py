@@ -35,7 +35,7 @@ class Backend(Protocol):
 
     name: str
     budget: Budget  # multiprocessors that the operators take, read when they run
-    calls: int  # operators that this rank has begun or rejected, without calls that were not checked again
+    calls: int  # number of operators that this rank has checked and begun, or rejected
 
     # ------------------------------------------------------------------ operators
 

@@ -163,8 +163,11 @@ class CheckedBackend:
             self._leave(operator, reason)
 
     def _leave(self, operator: str, reason: str) -> None:
-        """Reject the operation in the reference backend, where the others raise the reason. After a failure of the
-        kernels nobody waits there, nor after an error of a reference backend, which all ranks raise."""
+        """Reject the operation in the reference backend, where the other ranks raise the reason.
+
+        Does nothing if the other ranks do not wait there: after a failure of the kernels, or if the compared backend is
+        a reference backend, whose errors all ranks raise.
+        """
         self._operations += 1
         if self._backend.name == "reference":
             return

@@ -1,4 +1,5 @@
-"""The barrier at the end of a communicator, over the store of the group: a dead rank is absent and causes no hang."""
+"""The end of a communicator, over the store of its group: a barrier, in which a dead rank is absent and causes no hang,
+and the reason of a rank that leaves without it."""
 
 from __future__ import annotations
 

@@ -185,8 +185,8 @@ def _with_weights(g: Tensor, y: Tensor | None, recv_weights: Tensor, kept: Tenso
 # ---------------------------------------------------------------------- split operations
 
 _GIVEN = "_ep_given"
-"""In a ticket that is a gradient: the tensors that its start was given. Who waits passes them on, so that in a compiled
-graph, too, they live until then."""
+"""Attribute of a ticket that is a gradient: the tensors that its start takes. The wait takes them as well, which keeps
+them alive until the wait in compiled graphs, too."""
 
 
 def _save_dispatch_wait(ctx: Any, a: DispatchWaitArgs, asked: Any, output: tuple[Tensor, ...]) -> None:
@@ -263,8 +263,8 @@ def _started(
 
 
 def _kept(ticket: Tensor) -> list[Tensor]:
-    """Return the tensors that the start of a gradient was given. They are unknown if it ran in another graph, which
-    keeps them alive itself (ordering.py)."""
+    """Return the tensors that the start of a gradient takes. They are unknown if it ran in another graph, which keeps
+    them alive itself (ordering.py)."""
     return getattr(ticket, _GIVEN, [])
 
 

@@ -136,7 +136,7 @@ class CuteBackend:
         self._order = FlightOrder(config.name)
         failures.turns = self._turns
         if member.group is not None:
-            failures.gone = lambda: leaving.gone(self._exchange.group, member.number)
+            failures.gone = lambda: leaving.gone(self._exchange.group, self._number)
         failures.members = (0,) if member.group is None else dist.get_process_group_ranks(member.group)
         failures.watch(functools.partial(raise_alarm, self._launcher))
 
