@@ -87,7 +87,7 @@ def _mlp(x: Tensor, w_in: Tensor, w_out: Tensor, offs: Tensor, counts: Tensor, a
     if kernels is None or x.dtype not in DTYPES or x.shape[1] % 8 or w_out.shape[1] % 8:
         return _plain(x, w_in, w_out, segments)
     out = _fake(x)
-    kernels.few_rows(x.contiguous(), w_in, w_out, out, segments, kernels.Share(*share))
+    kernels.few_rows(kernels.readable(x), w_in, w_out, out, segments, kernels.Share(*share))
     return out
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ep_ops import nn
 from ep_ops.backends.cute import local_kernels
-from ep_ops.nn import list_operators, live_rows
+from ep_ops.nn import few_rows, list_operators, live_rows
 
 
 def misaligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -28,7 +28,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
     monkeypatch.setattr(local_kernels, "_run", run)
     monkeypatch.setattr(local_kernels, "_multiprocessors", lambda index: 4)
-    for module in (live_rows, list_operators):
+    for module in (live_rows, list_operators, few_rows):
         monkeypatch.setattr(module, "kernels_on", lambda device: local_kernels)
     return found
 
@@ -61,6 +61,15 @@ def test_swiglu(given: list[torch.Tensor], dtype: torch.dtype) -> None:
     grad = torch.randn(6, 16).to(dtype)
     torch.ops.ep.swiglu_backward(misaligned(grad), misaligned(x), offs, offs, 1, 0)
     check(given, x, grad)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_few_rows(given: list[torch.Tensor], transposed: bool) -> None:
+    x, offs = torch.randn(6, 32).bfloat16(), torch.tensor([6], dtype=torch.int32)
+    w_in, w_out = torch.randn(1, 32, 16).bfloat16(), torch.randn(1, 8, 32).bfloat16()
+    odd = [misaligned(w.mT).mT if transposed else misaligned(w) for w in (w_in, w_out)]
+    torch.ops.ep.few_rows_mlp(misaligned(x), *odd, offs, offs, 1, 6, 1, 1)
+    check(given, x, *(w.mT if transposed else w for w in (w_in, w_out)))
 
 
 def test_routes_of_places(given: list[torch.Tensor]) -> None:

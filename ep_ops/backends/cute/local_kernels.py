@@ -103,8 +103,8 @@ def _stored(weights: Tensor) -> tuple[Tensor, bool]:
     """Return weights as they lie in memory, and whether this is the transpose of what is given. Weights in another
     order, and those that do not begin at a multiple of 16 bytes, are copied."""
     transposed = not weights.is_contiguous() and weights.transpose(1, 2).is_contiguous()
-    stored = weights.transpose(1, 2) if transposed else weights.contiguous()
-    return stored if stored.data_ptr() % 16 == 0 else stored.clone(), transposed
+    stored = weights.transpose(1, 2) if transposed else weights
+    return readable(stored), transposed
 
 
 def _blocks_for(entries: int, device: torch.device) -> int:
