@@ -87,9 +87,9 @@ def number_in(word: Any, base: Any) -> Any:
     return ((word ^ base) >> NUMBER) & ((1 << NUMBER_BITS) - 1)
 
 
-def kind_in(mark: Any) -> Any:
-    """Return the index of the mark's kind of operation."""
-    return (mark >> KIND) & ((1 << KIND_BITS) - 1)
+def kind_in(terms: Any) -> Any:
+    """Return the index of the kind of operation in terms."""
+    return (terms >> KIND) & ((1 << KIND_BITS) - 1)
 
 
 def epoch_in(mark: int, now: int = 0) -> int:

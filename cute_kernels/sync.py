@@ -362,7 +362,7 @@ def why_stop(ranks: Ranks, start: Int64, peer: Int32) -> tuple[Int32, Int64]:
     if mark != ranks.mark and same_operation(mark, ranks.mark):
         if const_expr(not ranks.heap.problem.domains):
             reason = Int32(MISMATCH)
-        elif kind_in(mark) != REJECTED_KIND:  # the flag may arrive after the hello
+        elif kind_in(mark ^ ranks.base) != REJECTED_KIND:  # the flag may arrive after the hello
             reason = Int32(MISMATCH)
     if same_operation(rejection, ranks.mark):
         reason = Int32(REJECTION)
@@ -405,8 +405,8 @@ def is_silent(ranks: Ranks, rank: Int32) -> Boolean:
         if is_near(ranks, rank):
             heap = ranks.peer(rank)
             since = arch.globaltimer() - ptx.ld_relaxed_sys(heap + ALIVE * 8)
-            its = mark_of(ptx.ld_relaxed_sys(heap + EPOCH * 8), ranks.terms, Int64(0))
-            found = since > ranks.timeout_ns // 2 and its == ranks.own_mark
+            its = base_of(ptx.ld_relaxed_sys(heap + EPOCH * 8))
+            found = since > ranks.timeout_ns // 2 and same_operation(its, ranks.mark)
     return found
 
 
