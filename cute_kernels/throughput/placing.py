@@ -60,7 +60,7 @@ def place_tile(ranks: Ranks, ok: Int32, tile: Int32, tables: PlacingTables, args
 
     Reads all ranks' messages, whose route flags have been acquired; `ok` is 0 if some did not arrive. `args` are those
     of the publish kernel. If messages or another block's counts are missing (`tables.drops` is -1), the lists are
-    incomplete, and the `placed` flag must not be set.
+    incomplete, and no pull kernel may read them (`sync.decide`).
     """
     p = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
