@@ -9,7 +9,7 @@ from collections.abc import Callable
 from . import copies, deaths, latency, latency_tokens, throughput
 from .routes import Shape
 
-FIRST = (2**36 - 2, 2**36 + 2**35 - 2, 2**37 - 2, 2**40 + 2**36 - 2)
+FIRST = (2**36 - 2, 2**36 + 2**35 - 2, 2**37 - 2, 2**44 + 2**36 - 2)
 """The epoch of the first operation. They are so far apart that marks of one would be those of another if they contained
 36 bits of the epoch, or fewer."""
 
