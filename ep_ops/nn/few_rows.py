@@ -44,14 +44,14 @@ def few_rows_mlp(x: Tensor, w_in: Tensor, w_out: Tensor, route: Route, ranks: in
             ``torch.autocast`` weights are cast to the dtype of x.
         w_out: down matrices, [El, F, H], likewise.
         route: of grouped or padded rows. Its ``max_tokens`` and top_k select tiles, which affects the speed only.
-        ranks: number of ranks that send rows, which selects tiles, too.
+        ranks: number of ranks that send rows, at least 1; it affects the speed only, too.
 
     Returns:
         [R, H]. Rows that are not kept, padding included, are undefined.
 
     Raises:
         TypeError: an argument is not a tensor or not a Route, or a dtype is not supported.
-        ValueError: the route is token-major, or a shape is wrong.
+        ValueError: the route is token-major, ``ranks`` is less than 1, or a shape is wrong.
     """
     check_types(Tensor, x=x, w_in=w_in, w_out=w_out)
     check_types(Route, route=route)
@@ -60,6 +60,8 @@ def few_rows_mlp(x: Tensor, w_in: Tensor, w_out: Tensor, route: Route, ranks: in
         raise ValueError(f"x has shape {tuple(x.shape)}; allowed: [{route.num_rows}, H], the rows of the route")
     if x.dtype not in DTYPES:
         raise TypeError(f"x has dtype {x.dtype}; allowed: {', '.join(map(str, DTYPES))}")
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}; allowed: 1 or more, the ranks that send rows")
     hidden = x.shape[1]
     if w_in.dim() != 3 or w_in.shape[0] != experts or w_in.shape[1] != hidden or w_in.shape[2] % 2:
         raise ValueError(f"w_in has shape {tuple(w_in.shape)}; allowed: [{experts}, {hidden}, 2F]")

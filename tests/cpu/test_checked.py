@@ -224,6 +224,17 @@ FORMATS = [
 ]  # fmt: skip
 
 
+def test_another_wait_runs_the_operation_again() -> None:
+    """Without strict, as on the reference backend alone."""
+    with make(strict=False) as comm:
+        x, idx, weights = toy.inputs(5, 0)
+        start = comm.dispatch_start(x, idx, weights)
+        first, again = comm.dispatch_wait(start), comm.dispatch_wait(start)
+        kept = first.route.counts.sum()
+        assert kept > 0 and torch.equal(first.route.counts, again.route.counts)
+        assert torch.equal(comm.combine(first.x, first.route), comm.combine(again.x, again.route))
+
+
 def check_formats(seed):
     """Right rows and scales pass, and a bit of one that a token has does not."""
     found = []

@@ -146,6 +146,8 @@ def test_rejections() -> None:
     x, (w_in, w_out) = of.poisoned(H, torch.bfloat16, draw), weights_of(5, torch.bfloat16)
     with pytest.raises(ValueError, match=r"x has shape .*; allowed: \[\d+, H\], the rows of the route"):
         few_rows_mlp(x[1:], w_in, w_out, route, 1)
+    with pytest.raises(ValueError, match="ranks is 0; allowed: 1 or more"):
+        few_rows_mlp(x, w_in, w_out, route, 0)
     with pytest.raises(TypeError, match="x has dtype torch.float32; allowed: torch.bfloat16, torch.float16"):
         few_rows_mlp(x.float(), w_in, w_out, route, 1)
     with pytest.raises(ValueError, match=r"w_in has shape \(4, 48, 48\); allowed: \[5, 48, 2F\]"):
