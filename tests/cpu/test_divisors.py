@@ -225,7 +225,7 @@ class DenseOwn(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = self.router(x).softmax(-1).topk(2)
         scores = torch.zeros(len(x), E).scatter(1, ids, weights)
-        return torch.einsum("te,teh->th", scores, torch.einsum("th,ehf->tef", x, self.w) + self.bias)
+        return torch.einsum("se,seh->sh", scores, torch.einsum("sh,ehf->sef", x, self.w) + self.bias)
 
 
 def trained_own(how: str) -> None:

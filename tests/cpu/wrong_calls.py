@@ -83,7 +83,7 @@ def wrong_tensors(name: str, right: torch.Tensor, calls: Calls) -> dict[str, Cal
         "object": object, "bool": lambda: right.bool(), "complex": lambda: right.to(torch.complex64),
         "int16": lambda: right.to(torch.int16), "float16": lambda: right.to(torch.float16),
         "more": lambda: torch.cat([right, right[:1]]), "meta": lambda: right.to("meta"), "fake": lambda: fake(right),
-        "nested": lambda: torch.nested.nested_tensor([right]), "coo": lambda: right.to_sparse(),
+        "nested": lambda: torch.nested.nested_tensor([right]), "sparse": lambda: right.to_sparse(),
         "jagged": lambda: torch.nested.nested_tensor([right], layout=torch.jagged),
         "dtensor": lambda: DTensor.from_local(right, calls.mesh, [Shard(0)], run_check=False),
         "scalar": lambda: right.flatten()[0], "deep": lambda: torch.stack([right] * 2),
