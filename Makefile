@@ -22,7 +22,7 @@ NEEDS := $(READY)
 NEEDS_OF_DOCS := $(VENV)/.ready-docs
 endif
 
-.PHONY: help demo test gpu-test sanitize bench lint format typecheck docs clean
+.PHONY: help demo test gpu-test sanitize bench host lint format typecheck docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "make gpu-test   tests/gpu on 1, 2 and 4 ranks and some on up to 72, which may share GPUs, and both demos; RANKS=2: on 2 alone"
 	@echo "make sanitize   small GPU tests under memcheck, racecheck, initcheck and synccheck"
 	@echo "make bench      throughput and latency of dispatch and combine on all visible GPUs"
+	@echo "make host       doctor, benchmarks and GPU tests on all GPUs of this host in 9 minutes, with one JSON file"
 	@echo "make lint       ruff and codespell;  make format: let ruff rewrite;  make typecheck: mypy"
 	@echo "make docs       the documentation as a site, in build/site; a broken link is an error"
 	@echo "make clean      remove .venv and the tools' caches"
@@ -82,6 +83,10 @@ sanitize: $(NEEDS)
 bench: $(NEEDS)
 	$(PYTHON) -m ep_ops bench throughput $(ARGS)
 	$(PYTHON) -m ep_ops bench latency $(ARGS)
+
+# ARGS: of benchmarks/host.py.
+host: $(NEEDS)
+	$(PYTHON) benchmarks/host.py --out build/host.json $(ARGS)
 
 lint: $(NEEDS)
 	$(PYTHON) -m ruff check .

@@ -84,6 +84,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return on_every_rank(measure, read(options, argv))
 
 
+def gemm_kernels(sizes: LayerSizes, local_experts: int, ranks: int, tokens: Sequence[int], turned: bool) -> list[Any]:
+    """Return the kernels for few rows of these numbers of tokens, with `turned` also those of transposed weights."""
+    from ep_ops.backends.cute.local_kernels import Share, few_rows_kernels
+
+    given = local_experts, sizes.hidden, sizes.width, "bf16"
+    shares = [Share(count, sizes.top_k, ranks) for count in tokens]
+    return [
+        kernel
+        for share in shares
+        for transposed in {False, turned}
+        for kernel in few_rows_kernels(*given, share, (transposed, transposed))
+    ]
+
+
 def measure(device: torch.device, args: argparse.Namespace) -> None:
     with DecodeLayers(device, args) as run, torch.no_grad():
         run.everything()
@@ -105,9 +119,13 @@ class DecodeLayers(Run):
             self.found["read_tb_s"] = self.read_speed()
             self.say(f"a kernel that only reads: {self.found['read_tb_s']:.2f} TB/s")
         with self.communicator(workload) as comm:
-            self.compile([], comm)
+            turned = "transposed" in args.only
+            if comm.backend.name == "cute":
+                sizes = LayerSizes(args.hidden, args.width, args.experts, args.top_k)
+                gemms = gemm_kernels(sizes, comm.num_local_experts, comm.world_size, args.tokens, turned)
+                self.compile([], comm, others=gemms)
             self.weights = made(comm, args.width)
-            self.turned = tuple(w.mT.contiguous().mT for w in self.weights) if "transposed" in args.only else None
+            self.turned = tuple(w.mT.contiguous().mT for w in self.weights) if turned else None
             for tokens in args.tokens:
                 self.found["results"].append(self.size(comm, tokens))
                 self.done += 1

@@ -98,7 +98,7 @@ class Calls:
     def dispatcher(self, op: str) -> Callable[[int], Dispatched]:
         """Return a function that dispatches x, in a format if `op` is one of FORMATS; the cast is part of the call.
         Padding is zeroed, as with gradients enabled."""
-        planned, by_token = op.endswith("planned"), op in TOKEN_MAJOR
+        planned, by_token = op.endswith("planned"), "token_major" in op
         how: dict[str, Any] = {} if by_token else {"zeros": True}
         if op in FORMATS:
             how["format"], how["scales_as"] = FORMATS[op]
@@ -239,7 +239,8 @@ class Calls:
                 scales = powers(exponents[:, :count].int())
             rows = formats.dequantize(sent.x, scales, form, s.x.dtype)
             exact = formats.dequantize(*formats.quantize(s.x, form), form, s.x.dtype)
-            found[op] = comm.combine(rows, sent.route, sent.weights), exact * weight_sum
+            weights, times = (None, reached) if "token_major" in op else (sent.weights, weight_sum)
+            found[op] = comm.combine(rows, sent.route, weights), exact * times
         return {name: relative_error(out, expected) for name, (out, expected) in found.items()}
 
     def _sums(self, s: Inputs, weights: Tensor | None) -> Tensor:
@@ -273,13 +274,14 @@ class Calls:
         s, world_size = self._set(i), self.comm.world_size
         rows = int(s.route.offs[-1]) if s.route.offs.numel() else 0
         lists = [(arrivals.size(room, world_size),) for room in (self.capacity, self.room)]
+        rows_alone = self.token_rows.shape, (self.room, self.workload.hidden // 128)  # and their scales
 
         def defined(results: Any) -> list[Tensor]:
             found: list[Tensor] = []
             for t in leaves(results):
                 if t.shape in lists:
                     found += arrivals.defined(t, world_size)
-                elif t.shape == self.token_rows.shape:
+                elif t.shape in rows_alone:
                     found.append(t[: int(s.tokens_route.sources[-1])])
                 else:
                     found.append(t[:rows] if t.shape[:1] == (self.capacity,) else t)

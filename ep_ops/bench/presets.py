@@ -15,13 +15,14 @@ FORMATS = {
     "dispatch_fp8_packed": ("e4m3/128/pow2", "packed"),
     "dispatch_fp8_planned": ("e4m3/128/pow2", "columns"),
     "dispatch_fp8_packed_planned": ("e4m3/128/pow2", "packed"),
+    "dispatch_token_major_fp8": ("e4m3/128/pow2", "columns"),
 }
 """Dispatches that quantize: what rows arrive as, and how their scales lie."""
 SUM_FORMAT = "wire:e4m3/32/mx"
 SUMS = ("combine_fp8", "combine_token_major_fp8")
 """Combine operators that send their sums quantized, in SUM_FORMAT."""
 TOKEN_MAJOR = ("dispatch_token_major", "dispatch_token_major_planned", "combine_token_major")
-"""Operators on token-major rows: one for each copy of a token."""
+"""Operators on token-major rows, one for each copy of a token, that are not quantized."""
 GATHERED = "combine_gathered"
 """Combine of token-major rows that lie in symmetric memory."""
 OPERATORS = (*FORWARD, "combine_residual", *BACKWARD, *FORMATS, *TOKEN_MAJOR, *SUMS, GATHERED)

@@ -137,8 +137,9 @@ class Run(contextlib.AbstractContextManager[Any]):
             self.found |= domains | {"wire": comm.config.wire}
         return comm
 
-    def compile(self, formats: list[tuple[str, str]], *comms: Communicator) -> None:
-        """Compile all kernels of the communicators: by the first rank of each host, with all its cores. Collective.
+    def compile(self, formats: list[tuple[str, str]], *comms: Communicator, others: Sequence[Any] = ()) -> None:
+        """Compile all kernels of the communicators, and others: by the first rank of each host, with all its cores.
+        Collective.
 
         Without it each rank compiles them in its warmup. Does nothing without the cute backend or a disk cache.
         """
@@ -149,7 +150,7 @@ class Run(contextlib.AbstractContextManager[Any]):
         from ep_ops.backends.cute.backend import all_kernels
         from ep_ops.commands.compile import arch_of, compile_all
 
-        wanted = dict.fromkeys(kernel for comm in comms for kernel in all_kernels(comm.config, formats))
+        wanted = dict.fromkeys([*others, *(kernel for comm in comms for kernel in all_kernels(comm.config, formats))])
         if int(os.environ.get("LOCAL_RANK", self.rank)) == 0:
             compile_all(list(wanted), arch_of(self.device))
         dist.barrier()

@@ -16,6 +16,7 @@ NAMES = {
     "dispatch_fp8_packed_planned": "dispatch in FP8, packed scales, reused route",
     "dispatch_token_major": "dispatch, token-major",
     "dispatch_token_major_planned": "dispatch, token-major, reused route",
+    "dispatch_token_major_fp8": "dispatch in FP8, token-major",
     "combine": "combine, weighted",
     "combine_unweighted": "combine, unweighted",
     "combine_residual": "combine, weighted, with a residual",

@@ -274,7 +274,7 @@ class Run:
         for ranks in map(int, (args.ranks if some else RANKS).split()):
             each = -(-ranks // max(1, self.gpus))
             together = self.side_by_side and each <= MOST_UNDER_MPS
-            together = together and (ranks == 1 or each > 1)  # whole GPUs where there are enough
+            together = together and (ranks == 1 or each > 1 or args.groups > 1)  # whole GPUs where there are enough
             groups = (self.args.groups or MOST_UNDER_MPS // each) if together else 1
             alone = [name for name in files if name in ALONE]
             rest = [name for name in files if name not in ALONE]

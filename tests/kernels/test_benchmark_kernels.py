@@ -206,6 +206,8 @@ def is_defined(calls: Calls, tensor: torch.Tensor) -> torch.Tensor:
     """Rows that nobody may read are not a number, of codes and of exponents neither; lists of arrivals end with their
     last copy."""
     defined = tensor == tensor
+    if tensor.shape == calls.token_rows.shape and tensor.dtype == torch.uint8:
+        defined = tensor != 0x7F
     if tensor.dim() == 2 and tensor.shape[0] == calls.capacity and not tensor.is_floating_point():
         defined = tensor != (0x7F if tensor.dtype == torch.uint8 else -1)
     for room in (calls.capacity, calls.room):

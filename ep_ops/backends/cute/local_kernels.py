@@ -4,6 +4,7 @@ begin at multiples of 16 bytes (:func:`readable`), and everything runs on the cu
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -87,16 +88,25 @@ def few_rows(x: Tensor, w_in: Tensor, w_out: Tensor, out: Tensor, segments: Segm
     entries = share.tokens * share.ranks * share.top_k
     if not min(rows, experts, entries):
         return
-    mean = share.tokens * share.top_k  # rows of a rank
-    tile_rows, named = rows_of(share.tokens * share.ranks, mean / experts), min(experts, mean)
     inner = x.new_empty(rows, width)
-    for given, weights, made, gated in ((x, w_in, inner, True), (inner, w_out, out, False)):
-        weights, transposed = _stored(weights)
-        columns = made.shape[1]
-        tile = tile_of(columns, gated, transposed, tile_rows, named)
-        kernel = FewRows(experts, given.shape[1], columns, DTYPES[x.dtype], tile, gated, transposed)
+    stored, transposed = zip(*map(_stored, (w_in, w_out)), strict=True)
+    kernels = few_rows_kernels(experts, x.shape[1], width, DTYPES[x.dtype], share, transposed)
+    for kernel, given, weights, made in zip(kernels, (x, inner), stored, (inner, out), strict=True):
         tensors = given, weights, made, segments.offs, segments.counts
         _run(kernel, min(experts, rows, entries) * kernel.shares, x.device, tensors, segments.alignment)
+
+
+def few_rows_kernels(
+    experts: int, hidden: int, width: int, dtype: str, share: Share, transposed: Sequence[bool]
+) -> list[FewRows]:
+    """Return the kernels of both GEMMs. `transposed`: how the weights of each lie in memory."""
+    mean = share.tokens * share.top_k  # rows of a rank
+    rows, named = rows_of(share.tokens * share.ranks, mean / experts), min(experts, mean)
+    shapes = (hidden, width, True), (width, hidden, False)
+    return [
+        FewRows(experts, depth, columns, dtype, tile_of(columns, gated, turned, rows, named), gated, turned)
+        for (depth, columns, gated), turned in zip(shapes, transposed, strict=True)
+    ]
 
 
 def _stored(weights: Tensor) -> tuple[Tensor, bool]:
