@@ -198,7 +198,7 @@ class _Spread:
             check_shards(self.experts)
             _checked.add(self.experts)
         if gradients:
-            check_averaging(self.experts)
+            check_averaging(self.experts, weights_given=True)
 
 
 class EpOps(EPImplementation):

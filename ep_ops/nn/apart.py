@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -81,9 +83,13 @@ def check_shards(module: Any) -> None:
             )
 
 
-def check_averaging(module: Any) -> None:
+def check_averaging(module: Any, weights_given: bool = False) -> None:
     """Check how FSDP2 treats a module of experts: at its first forward pass with gradients, and again once FSDP2 has
-    sharded more modules or the divisor has changed.
+    sharded more modules or the divisor has changed. Warns if FSDP2 rounds routing weights.
+
+    Args:
+        module: the module.
+        weights_given: whether its forward takes routing weights.
 
     Raises:
         ValueError: FSDP2 averages the gradients of other parameters around the module, but nothing divides those of
@@ -100,7 +106,24 @@ def check_averaging(module: Any) -> None:
     if module.comm.world_size > 1:
         with contextlib.suppress(AttributeError):  # a version of PyTorch with other internals is not checked
             _check_sharding(module, own)
+    if weights_given:
+        _warn_of_casts(module)
     _checked[module] = state
+
+
+def _warn_of_casts(module: Any) -> None:
+    """Warn if FSDP2 rounds the routing weights that are passed to a module of experts, which it shards separately with
+    mixed precision."""
+    reference: Any = _states.get(module)
+    policy = getattr(reference() if reference is not None else None, "_mp_policy", None)
+    exact, given = module.comm.weights_dtype, getattr(policy, "param_dtype", None)
+    if given not in (None, exact, torch.float64) and getattr(policy, "cast_forward_inputs", False):
+        warnings.warn(
+            f"FSDP2 casts the inputs of {type(module).__name__} to {given}, which rounds the routing weights; pass"
+            " MixedPrecisionPolicy(cast_forward_inputs=False) to fully_shard of this module",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _own_parameters(module: nn.Module) -> dict[tuple[int, str], tuple[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ep_ops.nn.expert_module import fill_weight
+from ep_ops.nn.expert_module import fill_experts
 from ep_ops.nn.experts import Experts
 
 
@@ -46,5 +46,5 @@ def load_experts(
     def gate_and_up(expert: int) -> Tensor:
         return torch.cat([matrix(expert, name, (inner, hidden)) for name in (gate, up)], dim=1)
 
-    fill_weight(experts, "w_in", gate_and_up)
-    fill_weight(experts, "w_out", lambda expert: matrix(expert, down, (hidden, inner)))
+    fill_experts(experts, "w_in", gate_and_up)
+    fill_experts(experts, "w_out", lambda expert: matrix(expert, down, (hidden, inner)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ep_ops.communicator import Communicator
 from ep_ops.config import default_experts
+from ep_ops.nn import unsupported
 from ep_ops.nn.apart import check_averaging, check_shards, parameters_apart
 
 
@@ -194,33 +195,54 @@ def experts_dtensor(comm: Communicator, local: Tensor) -> Tensor:
     mesh = comm.expert_mesh()
     if mesh is None:
         return local
+    unsupported.watch()
     shape = torch.Size((comm.num_experts, *local.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+def local_slices(weight: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """Return this rank's part of a parameter, and its slices in the whole one.
+
+    FSDP2 may have sharded the parameter, and the experts further than over the ranks of the communicator.
+    """
+    if not isinstance(weight, DTensor):
+        return weight, tuple(slice(0, size) for size in weight.shape)
+    local = weight.to_local()
+    if local.numel() == 0:
+        return local, tuple(slice(0, size) for size in local.shape)
+    (chunk,) = weight.__create_chunk_list__()
+    return local, tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
 
 
 def local_parts(weight: Tensor) -> Iterator[tuple[int, Tensor, tuple[slice, ...]]]:
     """Yield the global id, the local part, and its slices in the whole expert, for each expert of ``weight`` [E, ...]
     on this rank.
 
-    FSDP2 may have sharded the experts further. Yields nothing on the meta device.
+    Yields nothing on the meta device.
     """
-    if weight.is_meta:
-        return
-    if not isinstance(weight, DTensor):
-        yield from ((e, one, (slice(None),) * one.dim()) for e, one in enumerate(weight))
-        return
-    local = weight.to_local()
-    if local.numel() == 0:
-        return
-    (chunk,) = weight.__create_chunk_list__()
-    part = tuple(slice(at, at + size) for at, size in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True))
-    for i, one in enumerate(local):
-        yield chunk.offsets[0] + i, one, part
+    local, (held, *part) = local_slices(weight)
+    if not weight.is_meta and local.numel():
+        yield from ((held.start + i, one, tuple(part)) for i, one in enumerate(local))
 
 
-def fill_weight(module: nn.Module, name: str, expert_of: Any) -> None:
-    """Fill this rank's part of the parameter ``name`` [E, ...].
+def fill_experts(module: nn.Module, name: str, expert_of: Callable[[int], Tensor]) -> None:
+    """Fill this rank's part of the parameter ``name`` [E, ...] of all experts.
+
+    Args:
+        module, name: as for :func:`fill_weight`.
+        expert_of: function that returns the whole expert with a given id, [...].
+    """
+
+    def fill(weight: Tensor) -> None:
+        for expert, local, part in local_parts(weight):
+            local.copy_(expert_of(expert)[part])
+
+    _fill(module, name, fill)
+
+
+def fill_weight(module: nn.Module, name: str, whole: Callable[[], Tensor]) -> None:
+    """Fill this rank's part of a parameter. Does nothing on the meta device.
 
     A parametrized parameter (``torch.nn.utils.parametrize``) is set as when its parametrizations are registered: those
     without ``right_inverse`` count as the identity, such as low-rank adapters.
@@ -228,17 +250,27 @@ def fill_weight(module: nn.Module, name: str, expert_of: Any) -> None:
     Args:
         module: the module of the parameter.
         name: its name.
-        expert_of: function that returns the whole expert with a given id, [...].
+        whole: function that returns the contents of the whole parameter.
     """
+
+    def fill(weight: Tensor) -> None:
+        local, part = local_slices(weight)
+        local.copy_(whole()[part])
+
+    _fill(module, name, fill)
+
+
+def _fill(module: nn.Module, name: str, fill: Callable[[Tensor], None]) -> None:
     with torch.no_grad():
         chain: Any = getattr(module, "parametrizations", {})
         chain = chain[name] if name in chain else ()
         inverses = [one.right_inverse for one in reversed(chain) if hasattr(one, "right_inverse")]
         stored = getattr(module, name) if not chain or inverses else chain.original
+        if stored.is_meta:
+            return
         weight = torch.empty_like(stored) if inverses else stored
-        for expert, local, part in local_parts(weight):
-            local.copy_(expert_of(expert)[part])
-        if inverses and not weight.is_meta:
+        fill(weight)
+        if inverses:
             for inverse in inverses:
                 weight = inverse(weight)
             values = [weight] if chain.is_tensor else weight

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from ep_ops import inputs
 from ep_ops.communicator import Communicator, reject_destroyed
 from ep_ops.formats import combine_format_problem, format_of, reject_hidden
+from ep_ops.nn.apart import check_averaging
 from ep_ops.nn.expert_mlp import Computed, SentTokens, end, expert_mlp, expert_rows, is_late
-from ep_ops.nn.expert_module import ExpertModule, check_split, fill_weight
+from ep_ops.nn.expert_module import ExpertModule, check_split, fill_experts
 from ep_ops.nn.gemms import choose
 from ep_ops.nn.grouped import Gemms
 from ep_ops.nn.scaled import ROW
-from ep_ops.operators.eager import fits, misfit
+from ep_ops.operators.eager import fits, is_transformed, misfit
 from ep_ops.operators.rejection import reject
 from ep_ops.overflow import recomputing
 from ep_ops.records import check_types
@@ -107,12 +108,10 @@ class Experts(ExpertModule):
 
         Call it after ``to_empty``, also if FSDP2 has sharded the parameters. Does nothing on the meta device.
         """
-        with torch.no_grad():
-            for which, name in enumerate(("w_in", "w_out")):
-                shape = getattr(self, name).shape[1:]
-                fill_weight(self, name, lambda e, shape=shape, which=which: draw_expert(shape, self.seed, e, which))
-            if not self.dropped.is_meta:
-                self.dropped.zero_()
+        for which, name in enumerate(("w_in", "w_out")):
+            shape = getattr(self, name).shape[1:]
+            fill_experts(self, name, functools.partial(draw_expert, shape, self.seed, which=which))
+        self.dropped.zero_()
 
     def forward(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, max_tokens: int | None = None,
@@ -140,10 +139,8 @@ class Experts(ExpertModule):
             *_, done = self.steps(x, topk_idx, topk_weights, max_tokens=max_tokens, shared=shared)
             assert done is not None
             return done if return_dropped else done.out
-        added = None
-        if shared is not None:
-            self.check_tokens(x, max_tokens, split=False)
-            added = shared(x)
+        self.check_tokens(x, max_tokens, split=False)
+        added = None if shared is None else shared(x)
         done = expert_mlp(
             self.comm, x, topk_idx, topk_weights, self.local_weight("w_in"), self.local_weight("w_out"),
             capacity=self.capacity, exact=self.dynamic, max_tokens=max_tokens, format=self.format,
@@ -207,7 +204,8 @@ class Experts(ExpertModule):
         return shared is not None and not self.dynamic
 
     def check_tokens(self, x: Tensor, max_tokens: int | None, *, split: bool, flight: int = 0) -> None:
-        """Reject tokens with a wrong type, shape or dtype on all ranks, before a router or a shared expert reads them.
+        """Reject tokens with a wrong type, shape or dtype on all ranks, before a router or a shared expert reads them,
+        and transforms of torch.func, before the weights are read.
 
         Args:
             x, max_tokens, flight: as for :meth:`steps`.
@@ -216,6 +214,7 @@ class Experts(ExpertModule):
         Raises:
             TypeError: x is not a tensor, or has the wrong dtype.
             ValueError: x has the wrong shape.
+            NotImplementedError: a transform of torch.func is active.
             RuntimeError: ``split`` and ``dynamic`` are True.
         """
         if split and self.dynamic:
@@ -224,7 +223,12 @@ class Experts(ExpertModule):
             )
         comm = self.comm
         error: Exception | None = None
-        if not fits("Tensor", x):
+        if is_transformed():
+            error = NotImplementedError(
+                f"{type(self).__name__} does not support the transforms of torch.func (grad, vjp, jacrev, jvp, vmap);"
+                " allowed: backward and torch.autograd.grad, with the tokens of all samples in one call"
+            )
+        elif not fits("Tensor", x):
             error = misfit("x", x, "Tensor")
         elif x.dim() < 2 or x.shape[-1] != comm.hidden_size:
             error = ValueError(f"x has shape {tuple(x.shape)}; allowed: [..., T, {comm.hidden_size}] (hidden_size)")
@@ -237,6 +241,10 @@ class Experts(ExpertModule):
             operator = "dispatch_start" if split else "dispatch_dynamic" if self.dynamic else "dispatch"
             tokens = comm.max_tokens_per_rank if max_tokens is None else max_tokens
             reject(operator, comm.backend, error, flight, tokens)
+
+    @torch.compiler.assume_constant_result  # as in the base class
+    def _check_averaging(self) -> None:
+        check_averaging(self, weights_given=True)
 
     def _count(self, dropped: Tensor) -> None:
         if not recomputing():

@@ -33,6 +33,7 @@ def load_balancing_loss(logits: Tensor, topk_idx: Tensor, group: dist.ProcessGro
     num_experts = logits.shape[-1]
     logits, topk_idx = logits.reshape(-1, num_experts), topk_idx.reshape(-1, topk_idx.shape[-1])
     there = (topk_idx >= 0).any(dim=-1, keepdim=True)
+    logits = torch.where(there, logits, 0)  # those of padding can be infinite, whose gradient is NaN
     probabilities = torch.softmax(logits, dim=-1, dtype=exact_dtype(logits.dtype))
     mine = torch.where(there, probabilities, 0).sum(dim=0)
     counts = expert_counts(topk_idx, num_experts).to(mine.dtype)
@@ -41,19 +42,26 @@ def load_balancing_loss(logits: Tensor, topk_idx: Tensor, group: dist.ProcessGro
     return num_experts * (parts * mine).sum() / tokens.squeeze(0).clamp(min=1)
 
 
-def router_z_loss(logits: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+def router_z_loss(logits: Tensor, topk_idx: Tensor | None = None, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the mean over tokens of the squared log-sum-exp of the logits, a loss that keeps logits small.
 
     Args:
         logits: the router's scores [..., E].
+        topk_idx: the chosen experts [..., K]. Tokens without an expert (-1), such as padding, do not count. None: all
+            tokens count.
         group: as for :func:`load_balancing_loss`.
 
     Returns:
         Tensor: float32 [] (float64 if the logits are).
     """
     logits = logits.reshape(-1, logits.shape[-1]).to(exact_dtype(logits.dtype))
-    mine = torch.logsumexp(logits, dim=-1).square().sum().reshape(1)
-    mine, tokens = _sum_over(group, mine, torch.full_like(mine.detach(), logits.shape[0]))
+    if topk_idx is None:
+        there = torch.ones_like(logits[:, 0], dtype=torch.bool)
+    else:
+        there = (topk_idx.reshape(-1, topk_idx.shape[-1]) >= 0).any(dim=-1)
+    logits = torch.where(there[:, None], logits, 0)  # those of padding can be infinite, whose gradient is NaN
+    mine = torch.where(there, torch.logsumexp(logits, dim=-1).square(), 0).sum().reshape(1)
+    mine, tokens = _sum_over(group, mine, there.sum().to(mine.dtype).reshape(1))
     return (mine / tokens.clamp(min=1)).squeeze(0)
 
 
@@ -67,15 +75,18 @@ def update_expert_bias_(
     backward, because activation checkpointing runs the router again.
 
     Args:
-        bias: buffer ``Router.bias`` [E], changed in place, equally on all ranks.
+        bias: buffer ``Router.bias`` [E], float32 or float64, changed in place, equally on all ranks.
         counts: how often this rank's tokens chose each expert since the last update, [E]: ``Routing.counts``, or their
             sum over micro-batches.
         rate: amount by which a bias changes.
         group: as for :func:`load_balancing_loss`.
 
     Raises:
+        TypeError: bias has a dtype of lower precision, in which updates would be rounded away.
         ValueError: bias and counts have different shapes.
     """
+    if bias.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"bias has dtype {bias.dtype}; allowed: torch.float32, torch.float64")
     if bias.shape != counts.shape:
         raise ValueError(f"counts has shape {tuple(counts.shape)}; allowed: {tuple(bias.shape)}, that of bias")
     (total,) = _sum_over(group, counts.to(torch.float64))

@@ -7,6 +7,7 @@ out = layer(x)                                     # x [tokens of this rank, 204
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from ep_ops.communicator import Communicator
 from ep_ops.formats import exact_dtype
-from ep_ops.nn.expert_module import check_complete
+from ep_ops.nn.expert_module import check_complete, fill_weight
 from ep_ops.nn.experts import Experts, check_size, default_device, draw_expert
 from ep_ops.nn.grouped import Gemms
 from ep_ops.nn.losses import expert_counts
@@ -182,11 +183,13 @@ class SwiGLU(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the initial weights. Parameters must not be sharded."""
-        with torch.no_grad():
-            for which, weight in enumerate((self.w_in, self.w_out)):
-                if not weight.is_meta:
-                    weight.copy_(draw_expert(weight.shape, self.seed, -1, which))
+        """Draw the initial weights.
+
+        Call it after ``to_empty``, also if FSDP2 has sharded the parameters. Does nothing on the meta device.
+        """
+        for which, name in enumerate(("w_in", "w_out")):
+            shape = getattr(self, name).shape
+            fill_weight(self, name, functools.partial(draw_expert, shape, self.seed, -1, which))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the expert's output, with shape and dtype of x."""

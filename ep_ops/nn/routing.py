@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ep_ops.formats import exact_dtype
+from ep_ops.nn.expert_module import fill_weight
 
 
 class Routed(NamedTuple):
@@ -32,8 +33,11 @@ class Router(nn.Module):
         hidden_size: H.
         top_k: K, the number of experts of a token.
         scores: "softmax" over all experts, or "sigmoid" of each.
-        bias: keep a float32 buffer ``bias`` [E] that is added to the scores when experts are chosen, but not to their
-            weights (see :func:`update_expert_bias_`).
+        bias: keep a buffer ``bias`` [E] that is added to the scores when experts are chosen, but not to their weights
+            (see :func:`update_expert_bias_`). It stays float32 when the module is converted, because a lower precision
+            would round updates away.
+        normalize: divide the weights of a token by their sum. None: unless ``top_k`` is 1, for which the weight would
+            always be 1 and the router would not learn from it.
         seed: seed of the initial weights.
         device: device of the parameters.
 
@@ -45,7 +49,7 @@ class Router(nn.Module):
 
     def __init__(
         self, num_experts: int, hidden_size: int, top_k: int, *, scores: str = "softmax", bias: bool = False,
-        seed: int = 0, device: torch.device | str | None = None,
+        normalize: bool | None = None, seed: int = 0, device: torch.device | str | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if scores not in ("softmax", "sigmoid"):
@@ -53,24 +57,41 @@ class Router(nn.Module):
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k is {top_k}; allowed: 1..num_experts {num_experts}")
         self.top_k, self.scores, self.seed = top_k, scores, seed
+        self.normalize = top_k > 1 if normalize is None else normalize
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=torch.float32, device=device))
         zeros = torch.zeros(num_experts, dtype=torch.float32, device=device) if bias else None
         self.register_buffer("bias", zeros)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the initial weights and set the bias to zero. Parameters must not be sharded."""
-        if self.weight.is_meta:
-            return
-        generator = torch.Generator().manual_seed(self.seed)
-        drawn = torch.randn(self.weight.shape, generator=generator, dtype=torch.float32, device="cpu")
-        with torch.no_grad():
-            self.weight.copy_(drawn * self.weight.shape[1] ** -0.5)
-            if self.bias is not None:
-                self.bias.zero_()
+        """Draw the initial weights and set the bias to zero.
+
+        Call it after ``to_empty``, also if FSDP2 has sharded the parameters. Does nothing on the meta device.
+        """
+
+        def draw() -> Tensor:
+            generator = torch.Generator().manual_seed(self.seed)
+            drawn = torch.randn(self.weight.shape, generator=generator, dtype=torch.float32, device="cpu")
+            return drawn * drawn.shape[1] ** -0.5
+
+        fill_weight(self, "weight", draw)
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Router:
+        before = self.bias
+        super()._apply(fn, recurse)
+        if before is not None and self.bias is not None and self.bias.dtype != torch.float32:
+            self.bias = before.to(self.bias.device)
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        if self.bias is not None:
+            self.bias = self.bias.float()  # load_state_dict(assign=True) keeps the dtype of the file
 
     def forward(self, x: Tensor) -> Routed:
-        """Return the :class:`Routed` of x [..., H]. The weights of a token add up to 1."""
+        """Return the :class:`Routed` of x [..., H]."""
         dtype = exact_dtype(x.dtype)
         # torch.autocast does not take meta devices.
         with contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
@@ -79,5 +100,6 @@ class Router(nn.Module):
             chosen_by = scores if self.bias is None else scores + self.bias
             topk_idx = chosen_by.topk(self.top_k, dim=-1).indices
             weights = scores.gather(-1, topk_idx)
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+            if self.normalize:
+                weights = weights / weights.sum(dim=-1, keepdim=True)
         return Routed(topk_idx.to(torch.int32), weights, logits)

@@ -249,14 +249,19 @@ _ALLOWED = {
 
 
 def reject_transforms(name: str, args: tuple[Any, ...]) -> None:
-    """Raise NotImplementedError for forward-mode and torch.func derivatives, which are not supported.
+    """Raise NotImplementedError for forward-mode and torch.func derivatives and torch.vmap, which are not supported.
 
-    Otherwise forward-mode derivatives would silently be zero, and torch.func.grad would raise an error about an
-    internal autograd.Function.
+    Otherwise forward-mode derivatives would silently be zero, torch.func.grad would raise an error about an internal
+    autograd.Function, and torch.vmap would run the operator as often as this rank's batch is long.
     """
     if forward_ad._current_level < 0 and (_is_compiling() or _transforms() is None):
         return
     for arg in args:
+        if isinstance(arg, Tensor) and not _is_compiling() and torch._C._functorch.is_batchedtensor(arg):
+            raise NotImplementedError(
+                f"{name} does not support torch.vmap, nor transforms of torch.func that use it; allowed: one call with"
+                " the tokens of all samples"
+            )
         if not isinstance(arg, Tensor) or not arg.is_floating_point():
             continue
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(arg).tangent is not None:
@@ -271,6 +276,11 @@ def reject_transforms(name: str, args: tuple[Any, ...]) -> None:
                 f"{name} does not support the transforms of torch.func (grad, vjp, jacrev, hessian);"
                 " allowed: backward and torch.autograd.grad"
             )
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func is active in eager code."""
+    return not _is_compiling() and _transforms() is not None
 
 
 # Looked up once, because attribute lookups take a noticeable part of a decode step.

@@ -100,22 +100,30 @@ def free_gradient(ctx: Any, outputs: Sequence[Tensor], free: Tensor, constant: S
         free.grad_dtype = None
 
 
-def _compare_ids(ctx: Any, operator: Operator, topk_idx: Tensor) -> None:
-    """Raise an error on all ranks, which run ``operator`` next, if selective checkpointing has kept the results of a
-    dispatch to other experts."""
+def _check(ctx: Any, operator: Operator, topk_idx: Tensor, *grads: Tensor | None) -> None:
+    """Raise an error on all ranks, which run ``operator`` next, for batched gradients, and if selective checkpointing
+    has kept the results of a dispatch to other experts."""
     try:
-        recomputation.compare(topk_idx, *ctx.forward_idx)
+        if any(grad is not None and _is_batched(grad) for grad in grads):
+            raise NotImplementedError(
+                f"ep::{operator.name} does not support batched gradients (torch.autograd.grad with is_grads_batched,"
+                " torch.autograd.functional.jacobian with vectorize); allowed: one backward for each gradient"
+            )
+        if ctx.forward_idx is not None:
+            recomputation.compare(topk_idx, *ctx.forward_idx)
     except RuntimeError as error:
         backend, flight = registry.get(ctx.along["comm"]).backend, getattr(ctx, "flight", 0)
         reject(operator.name, backend, error, flight, ctx.along["max_tokens"])
+
+
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def _outgoing_grads(ctx: Any, operator: Operator, asked: Any, grads: tuple[Tensor | None, ...]) -> dict[str, Any]:
     """Return the gradients of a dispatch's rows and weights, and the route, as arguments of ``operator``."""
     grad_x, _scales, grad_weights, *_ = grads
     route = _Route(*ctx.saved_tensors)
-    if ctx.forward_idx is not None:
-        _compare_ids(ctx, operator, route.topk_idx)
+    _check(ctx, operator, route.topk_idx, grad_x, grad_weights)
     zeros = route.topk_idx.new_zeros
     if asked.x:  # gradients may have any strides, such as those of an expanded sum
         dtype = ctx.rows_dtype
@@ -154,8 +162,7 @@ def _combine_backward(ctx: Any, asked: Any, grad_out: Tensor) -> dict[str, Tenso
     if ctx.rows_asked:
         along = {**route._asdict(), **ctx.along}
         plain = recv_weights is None or ctx.grad_format
-        if ctx.forward_idx is not None:
-            _compare_ids(ctx, DISPATCH_PLANNED if plain else COMBINE_BACKWARD, route.topk_idx)
+        _check(ctx, DISPATCH_PLANNED if plain else COMBINE_BACKWARD, route.topk_idx, grad_out)
         if plain:
             sent = DispatchPlannedArgs(grad_out.contiguous(), None, **along, format=ctx.grad_format)
             rows, *_ = DISPATCH_PLANNED.call(sent)
@@ -226,8 +233,7 @@ def _combine_wait_backward(ctx: Any, asked: Any, grad_out: Tensor) -> dict[str, 
         return {}
     y, recv_weights, *tensors = ctx.saved_tensors
     route = _Route(*tensors)
-    if ctx.forward_idx is not None:
-        _compare_ids(ctx, COMBINE_BACKWARD_START, route.topk_idx)
+    _check(ctx, COMBINE_BACKWARD_START, route.topk_idx, grad_out)
     along = {**route._asdict(), **ctx.along}
     given = CombineBackwardStartArgs(grad_out.contiguous(), y, recv_weights, **along, flight=ctx.flight)
     return _started(COMBINE_BACKWARD_START, given)

@@ -119,7 +119,7 @@ def expected_moe(x: torch.Tensor, layer: MoELayer, top_k: int) -> torch.Tensor:
         powers = [torch.exp(logit) for logit in logits]
         probabilities = [power / sum(powers) for power in powers]
         chosen = sorted(range(len(logits)), key=lambda e: -logits[e].item())[:top_k]
-        kept = sum(probabilities[e] for e in chosen)
+        kept = sum(probabilities[e] for e in chosen) if top_k > 1 else 1.0
         row = torch.zeros_like(token)
         for e in chosen:
             row = row + probabilities[e] / kept * expected_swiglu(token, w_in[e], w_out[e])
