@@ -11,6 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import heapq
+import importlib
 import itertools
 import multiprocessing
 import os
@@ -204,12 +205,19 @@ def of_many(world_size: int, seed: int) -> list[Any]:
     return list(want.kernels)
 
 
-def of_local(world_size: int, seed: int) -> list[Any]:
-    import test_lists
-    import test_live_rows
-    import test_sums
+def of_one_rank(module: str) -> Find:
+    """Kernels that need no communicator, of tests that run on one rank."""
+    return lambda world_size, seed: importlib.import_module(module).kernels() if world_size == 1 else []
 
-    return [*test_live_rows.kernels(), *test_sums.kernels(), *test_lists.kernels()] if world_size == 1 else []
+
+def of_few_rows(world_size: int, seed: int) -> list[Any]:
+    import test_few_rows
+
+    from ep_ops.backends.cute.sizing import DEFAULT_TOKENS
+
+    want = Wanted(world_size)
+    want.add(test_few_rows.config(world_size), DEFAULT_TOKENS, split=False)
+    return [*test_few_rows.kernels(world_size), *want.kernels]
 
 
 def of_domains(world_size: int, seed: int) -> list[Any]:
@@ -247,10 +255,12 @@ def of_domains(world_size: int, seed: int) -> list[Any]:
 
 FINDS: dict[str, Find] = {
     "test_checking.py": of_checking, "test_combine_format.py": of_sums, "test_deep_ep.py": of_clients,
-    "test_domains.py": of_domains, "test_failures.py": of_failures, "test_formats.py": of_formats,
-    "test_gather.py": of_gather, "test_latency.py": of_latency, "test_lists.py": of_local, "test_many.py": of_many,
-    "test_moe_communicator.py": of_moe, "test_overlap.py": of_latency, "test_progress.py": of_progress,
-    "test_steps.py": of_steps, "test_throughput.py": of_throughput, "test_token_major.py": of_tokens,
+    "test_domains.py": of_domains, "test_failures.py": of_failures, "test_few_rows.py": of_few_rows,
+    "test_formats.py": of_formats, "test_gather.py": of_gather, "test_latency.py": of_latency,
+    "test_lists.py": of_one_rank("test_lists"), "test_live_rows.py": of_one_rank("test_live_rows"),
+    "test_many.py": of_many, "test_moe_communicator.py": of_moe, "test_overlap.py": of_latency,
+    "test_progress.py": of_progress, "test_steps.py": of_steps, "test_sums.py": of_one_rank("test_sums"),
+    "test_throughput.py": of_throughput, "test_token_major.py": of_tokens,
 }  # fmt: skip
 
 

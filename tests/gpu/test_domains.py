@@ -1,8 +1,7 @@
 """Kernels across NVLink domains that are declared, over all wires, to the bits of the reference backend (domains.py).
 
 `torchrun --nproc-per-node 4 -m pytest tests/gpu/test_domains*.py`; the wire `nvshmem` needs an extra (docs/domains.md).
-Ranks may share a GPU. `tests/gpu/precompile.py domains4` compiles the kernels before, on all cores. Other files have
-calls that take several rounds, many steps, and token-major rows.
+Ranks may share a GPU. Other files have calls that take several rounds, many steps, and token-major rows.
 """
 
 from __future__ import annotations

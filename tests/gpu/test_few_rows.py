@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -24,10 +25,43 @@ LAYOUTS = {"flat": {}, "slots": {"slots": 40}, "unpadded": {"alignment": 1}, "ma
            "more": {"most": 150, "experts": 3}}  # fmt: skip
 
 
+VALUES = [*((DTYPES[0], *sizes) for sizes in SIZES), (DTYPES[1], *SIZES[0])]
+BOUNDS = (1, 7, 20, 40, 64, 100, 256)
+"""Bounds on tokens that select all tiles."""
+TOP_K = 4
+LAYER_TOKENS = (0, 1, 7, 64, 256)
+LAYER_EXPERTS = 6
+
+
+def config(world_size: int) -> dict[str, Any]:
+    return dict(num_experts=LAYER_EXPERTS * world_size, hidden_size=256, top_k=3, max_tokens_per_rank=256)
+
+
+def kernels(world_size: int) -> list[Any]:
+    """What these tests launch that needs no communicator, for precompile.py."""
+    from ep_ops.backends.cute.local_kernels import Share, few_rows_kernels
+    from ep_ops.backends.cute.sizing import DTYPES as NAMES
+
+    bf16, fp16 = (NAMES[dtype] for dtype in DTYPES)
+    sizes = [(e, hidden, width, NAMES[dtype], tokens) for dtype, hidden, width, tokens in VALUES for e in (5, 150, 3)]
+    sizes += [(5, 72, 40, name, 8) for name in (bf16, fp16)]
+    sizes += [(5, 512, 384, bf16, tokens) for tokens in BOUNDS]
+    sizes += [(5, 256, 128, bf16, tokens) for tokens in (8, 12)]
+    shares = [(given, Share(tokens, TOP_K, 1)) for *given, tokens in sizes]
+    layer = (LAYER_EXPERTS, 256, 128, bf16)
+    shares += [(layer, Share(max(tokens, 1), 3, world_size)) for tokens in LAYER_TOKENS]
+    return [
+        kernel
+        for given, share in shares
+        for transposed in (False, True)
+        for kernel in few_rows_kernels(*given, share, (transposed, transposed))
+    ]
+
+
 def case(draw: random.Random, tokens: int, **options: int) -> tuple[Drawn, Route]:
     """`tokens`: the bound on the tokens of a rank, which selects tiles."""
     of, route = drawn(draw, **options)
-    return of, route._replace(max_tokens=tokens, topk_idx=torch.zeros(1, 4, dtype=torch.int32, device="cuda"))
+    return of, route._replace(max_tokens=tokens, topk_idx=torch.zeros(1, TOP_K, dtype=torch.int32, device="cuda"))
 
 
 def weights_of(experts: int, hidden: int, width: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
@@ -42,9 +76,7 @@ def turned(weights: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("dtype", "hidden", "width", "tokens"), [*((DTYPES[0], *sizes) for sizes in SIZES), (DTYPES[1], *SIZES[0])]
-)
+@pytest.mark.parametrize(("dtype", "hidden", "width", "tokens"), VALUES)
 def test_values(dtype, hidden, width, tokens, layout, seed):
     """Beside the definition on the CPU. Rows that nobody may read hold NaN, and weights of experts without rows."""
     draw = random.Random(seed)
@@ -78,7 +110,7 @@ def test_what_is_not_written(dtype, seed):
     of, route = case(draw, 8, behind=20)
     x, weights = of.poisoned(72, dtype, draw).cuda(), weights_of(len(of.counts), 72, 40, dtype, seed)
     out = torch.full((of.rows, 72), torch.nan, dtype=dtype, device="cuda")
-    few_rows(x, *weights, out, route.segments, Share(8, 4, 1))
+    few_rows(x, *weights, out, route.segments, Share(8, TOP_K, 1))
     others = torch.ones(of.rows, dtype=torch.bool, device="cuda")
     others[of.kept] = False
     assert out[others].isnan().all() and not out[~others].isnan().any()
@@ -90,7 +122,7 @@ def test_bits_do_not_depend_on_tiles(seed):
     of, route = case(draw, 1, most=40, alignment=1)
     x, weights = of.poisoned(512, torch.bfloat16, draw, 1.0).cuda(), weights_of(5, 512, 384, torch.bfloat16, seed)
     first = few_rows_mlp(x, *weights, route, 1)
-    for tokens, given in itertools.product((1, 7, 20, 40, 64, 100, 256), (weights, turned(weights))):
+    for tokens, given in itertools.product(BOUNDS, (weights, turned(weights))):
         got = few_rows_mlp(x, *given, route._replace(max_tokens=tokens), 1)
         assert torch.equal(got[of.kept], first[of.kept])
     for row in draw.sample(of.kept, 6):
@@ -156,15 +188,14 @@ def test_compiled(dynamic, seed):
 def test_layers(seed):
     """A token's result has the same bits in every batch and with gradients. "auto" runs the same kernels."""
     rank, world_size = ranks()
-    sizes = dict(num_experts=6 * world_size, hidden_size=256, top_k=3, max_tokens_per_rank=256)
-    with make_comm("cute", "few_rows", None, **sizes) as comm:
+    with make_comm("cute", "few_rows", None, **config(world_size)) as comm:
         memory, auto = (Experts(comm, 128, gemms=gemms, seed=seed) for gemms in ("memory", "auto"))
         generator = torch.Generator(device="cuda").manual_seed(seed + rank)
         x = torch.randn(256, 256, generator=generator, device="cuda").bfloat16()
         weights, ids = torch.rand(256, comm.num_experts, generator=generator, device="cuda").topk(3)
         whole = memory(x, ids, weights).detach()
         with torch.no_grad():
-            for tokens in (0, 1, 7, 64, 256):
+            for tokens in LAYER_TOKENS:
                 for layer in (memory, auto):
                     out = layer(x[:tokens], ids[:tokens], weights[:tokens], max_tokens=max(tokens, 1))
                     assert torch.equal(out, whole[:tokens])

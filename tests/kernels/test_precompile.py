@@ -1,0 +1,44 @@
+"""What tests/gpu/precompile.py lists for the files of GPU tests, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+GPU = Path(__file__).parents[1] / "gpu"
+WITHOUT = {
+    "test_deaths.py": "starts processes itself",
+    "test_deep_gemm.py": "needs an optional package",
+    "test_domains_rounds.py": "listed with test_domains.py",
+    "test_domains_steps.py": "listed with test_domains.py",
+    "test_domains_tokens.py": "listed with test_domains.py",
+    "test_flights.py": "kernels of test_latency.py",
+    "test_late_gradients.py": "one configuration",
+    "test_nvshmem.py": "needs an optional package",
+    "test_quack.py": "needs an optional package",
+    "test_rejections.py": "communicators that fail",
+}
+"""Files whose kernels are not listed."""
+LIST = """
+import json, precompile
+print(json.dumps({file: [len(find(ranks, 1)) for ranks in (1, 2)] for file, find in precompile.FINDS.items()}))
+"""
+
+
+def test_kernels_of_every_file_of_gpu_tests_are_listed() -> None:
+    """Every file of tests/gpu has kernels in precompile.FINDS, on 1 or on 2 ranks, or a reason here why it has none."""
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join([str(GPU), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", LIST], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    listed: dict[str, list[int]] = json.loads(done.stdout.splitlines()[-1])
+    assert {path.name for path in GPU.glob("test_*.py")} == {*listed, *WITHOUT}
+    assert all(any(counts) for counts in listed.values()), listed
+    assert all(listed[file][0] > 0 for file in ("test_live_rows.py", "test_sums.py", "test_lists.py")), listed
+    assert all(listed["test_few_rows.py"]), listed
