@@ -11,6 +11,8 @@ one layer, the median over replays of the slowest rank.
 
 The floor is the time in which the weights of the experts that tokens name are read once, on the rank with most of them,
 by a kernel that only reads. Its speed is measured first. It and the plain Triton kernels need triton.
+
+On one rank the layers of vLLM and flashinfer are measured as well, if they are installed. They have no exchange.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from ep_ops import Communicator
 from ep_ops.nn import expert_mlp, few_rows_mlp
 from ep_ops.records import Dispatched
 
+from . import other_layers
 from .figures import text_table
 from .layer import made
 from .operators import relative_error
@@ -53,6 +56,8 @@ NAMES = {
     "transposed": "the same, weights transposed in memory",
     "torch": "layer, torch's GEMMs",
     "triton": "layer, plain Triton kernels",
+    "vllm": "vLLM's Triton kernels, no exchange",
+    "flashinfer": "flashinfer's CuTe DSL layer, no exchange",
     "gemms": "GEMMs for few rows alone",
     "pair": "dispatch + combine alone",
 }
@@ -110,6 +115,7 @@ class DecodeLayers(Run):
         sizes = {name: getattr(args, name) for name in ("model", *LayerSizes._fields, "calls", "replays")}
         super().__init__(device, args, table, benchmark="decode", dtype="bf16", **sizes, read_tb_s=None, results=[])
         self.by_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        self.others: dict[str, other_layers.Layer] = {}
 
     def everything(self) -> None:
         args = self.args
@@ -126,6 +132,8 @@ class DecodeLayers(Run):
                 self.compile([], comm, others=gemms)
             self.weights = made(comm, args.width)
             self.turned = tuple(w.mT.contiguous().mT for w in self.weights) if turned else None
+            if self.world_size == 1:
+                self.others = other_layers.installed(args.only, *self.weights, self.say)
             for tokens in args.tokens:
                 self.found["results"].append(self.size(comm, tokens))
                 self.done += 1
@@ -177,16 +185,32 @@ class DecodeLayers(Run):
             ways["transposed"] = layer("memory", self.turned)
         if self.by_triton and "triton" in args.only:
             ways["triton"] = self.triton_layer(comm, given, sent)
+        expected = ways["torch"](0)
+        for name in list(self.others):
+            if self.agrees(name, given[0], expected):
+                ways[name] = functools.partial(lambda run, i: run(*given[i]), self.others[name])
         for name in NAMES:
             if name in args.only and name in ways:
                 timing = self.timer.row(self.timer.captured(ways[name], args.calls), args.replays).each(args.calls)
                 found[name] = timing.median
                 self.say(f"T={tokens} {name}: {timing.median:.1f} µs")
-        expected = ways["torch"](0)
         others = [name for name in ("memory", "transposed", "triton") if name in ways]
         errors: dict[str, float] = {name: relative_error(ways[name](0), expected) for name in others}
         found["error"] = max(self.worst(errors).values())
         return found | {"correct": found["error"] <= MAX_ERROR}
+
+    def agrees(self, name: str, given: tuple[Tensor, ...], expected: Tensor) -> bool:
+        """Return whether another library's layer returns what torch's GEMMs do. One that does not, or that fails, is
+        left out from here on."""
+        try:
+            error = relative_error(self.others[name](*given), expected)
+            problem = "" if error <= MAX_ERROR else f"its results differ by {error:.1e}"
+        except Exception as failure:  # an installation that does not support this GPU
+            problem = str(failure)
+        if problem:
+            self.say(f"{name} is not measured: {problem}")
+            del self.others[name]
+        return not problem
 
     def triton_layer(
         self, comm: Communicator, given: list[tuple[Tensor, ...]], sent: list[Dispatched]

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
+import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
-from ep_ops.bench import decode
+from ep_ops.bench import decode, other_layers
+from ep_ops.bench.ranks import _process
 from ep_ops.commands import cli
 
 SMALL = "--device cpu --ranks 1 --tokens 1,3 --hidden 64 --width 32 --experts 8 --top-k 2 --replays 2 --calls 2"
@@ -36,6 +43,104 @@ def test_runs_on_a_cpu(tmp_path: Path) -> None:
         assert result["correct"] and 0 < result["error"] < decode.MAX_ERROR and 0 < result["named"] <= 6
         assert all(result[name] > 0 for name in ("memory", "transposed", "torch", "gemms", "pair"))
     assert not any("floor" in line for line in decode.table(found)[2:])
+
+
+def dense(x: Tensor, ids: Tensor, weights: Tensor, gates: Tensor, ups: Tensor, downs: Tensor) -> Tensor:
+    """Weighted sums of SwiGLU experts. `gates`, `ups`: [E, F, H]; `downs`: [E, H, F]."""
+    out = torch.zeros_like(x)
+    for t, k in ((t, k) for t in range(ids.shape[0]) for k in range(ids.shape[1])):
+        e = int(ids[t, k])
+        out[t] += weights[t, k] * (downs[e] @ (torch.nn.functional.silu(gates[e] @ x[t]) * (ups[e] @ x[t])))
+    return out
+
+
+@pytest.fixture
+def libraries(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Stand-ins for vLLM 0.33 and flashinfer 0.7.2, with their parameters and layouts of weights. Returns whether each
+    call of flashinfer was tuned."""
+    tuned: list[bool] = []
+
+    def fused_experts(
+        hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, activation: str = "silu"
+    ) -> Tensor:
+        assert hidden_states.is_contiguous() and w1.stride(-1) == 1 and w2.stride(-1) == 1
+        assert hidden_states.size(1) == w1.size(2) and topk_weights.size() == topk_ids.size()
+        assert topk_ids.dtype == torch.int32 and topk_weights.dtype == torch.float32
+        gates, ups = w1.chunk(2, 1)
+        return dense(hidden_states, topk_ids, topk_weights, gates, ups, w2)
+
+    def cute_dsl_fused_moe_bf16(
+        x: Tensor, token_selected_experts: Tensor, token_final_scales: Tensor, w1_weight: Tensor, w2_weight: Tensor,
+        num_experts: int, top_k: int, num_local_experts: int | None = None, local_expert_offset: int = 0,
+    ) -> Tensor:  # fmt: skip
+        assert w1_weight.is_contiguous() and w2_weight.is_contiguous()
+        assert token_selected_experts.dtype == torch.int32 and token_selected_experts.shape[1] == top_k
+        ups, gates = w1_weight.unflatten(1, (-1, 2, 32)).unbind(2)
+        assert gates.shape[0] == num_experts
+        return dense(
+            x, token_selected_experts, token_final_scales, gates.flatten(1, 2), ups.flatten(1, 2), w2_weight
+        )
+
+    @contextlib.contextmanager
+    def autotune(tune_mode: bool = True) -> Iterator[None]:
+        tuned.append(tune_mode)
+        yield
+
+    def module(name: str, **contents: object) -> None:
+        made = types.ModuleType(name)
+        made.__dict__.update(contents)
+        monkeypatch.setitem(sys.modules, name, made)
+
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers"):
+        module(name)
+    module("vllm.model_executor.layers.fused_moe", fused_experts=fused_experts)
+    module("flashinfer", autotune=autotune, cute_dsl_fused_moe_bf16=cute_dsl_fused_moe_bf16)
+    return tuned
+
+
+def test_layers_of_other_libraries(libraries: list[bool]) -> None:
+    """Their weights are laid out as they expect, and flashinfer tunes each shape once."""
+    draw = torch.Generator().manual_seed(3)
+    w_in, w_out = torch.randn(4, 16, 128, generator=draw) / 4, torch.randn(4, 64, 16, generator=draw) / 8
+    layers = other_layers.installed(("vllm", "flashinfer", "torch"), w_in, w_out, print)
+    gates, ups = w_in.mT.chunk(2, 1)
+    for tokens in (3, 5, 3):
+        x, weights = torch.randn(tokens, 16, generator=draw), torch.rand(tokens, 2, generator=draw)
+        ids = torch.rand(tokens, 4, generator=draw).topk(2).indices.int()
+        expected = dense(x, ids, weights, gates, ups, w_out.mT)
+        for layer in layers.values():
+            torch.testing.assert_close(layer(x, ids, weights), expected)
+    assert list(layers) == ["vllm", "flashinfer"] and libraries == [True, True, False]
+
+
+def test_other_libraries_are_measured(
+    libraries: list[bool], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a run on one rank. One that computes something else or fails is left out, and the run says why."""
+    stores = (str(tmp_path / f"store{i}") for i in range(2))
+    monkeypatch.setattr(decode, "on_every_rank", lambda measure, args: _process(0, next(stores), 1, measure, args))
+    out = tmp_path / "found.json"
+    options = [*SMALL.split(), "--only", "torch,vllm,flashinfer", "--out", str(out)]
+    assert cli.main(["bench", "decode", *options]) == 0
+    for result in json.loads(out.read_text())["results"]:
+        assert result["vllm"] > 0 and result["flashinfer"] > 0
+    assert "vLLM's Triton kernels, no exchange" in capsys.readouterr().out
+    monkeypatch.setitem(other_layers.LAYERS, "vllm", lambda *_: lambda x, *_: x * 2)
+    monkeypatch.setitem(other_layers.LAYERS, "flashinfer", lambda *_: lambda *_: 1 // 0)
+    assert cli.main(["bench", "decode", *options]) == 0
+    said = capsys.readouterr().out
+    assert said.count("vllm is not measured: its results differ by") == 1
+    assert said.count("flashinfer is not measured: integer division") == 1
+    assert not any("vllm" in result or "flashinfer" in result for result in json.loads(out.read_text())["results"])
+
+
+def test_libraries_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    for name in ("vllm", "flashinfer"):
+        monkeypatch.setitem(sys.modules, name, None)
+    w = torch.zeros(2, 8, 8)
+    assert other_layers.installed(("vllm", "flashinfer"), w, w, said.append) == {}
+    assert [line.split(":")[0] for line in said] == ["vllm is not measured", "flashinfer is not measured"]
 
 
 def test_table() -> None:
