@@ -1,6 +1,6 @@
-"""Draw the charts of README.md and docs/results.md from recorded runs, one chart for each run and machine.
+"""Draw the charts of README.md and docs/ from recorded runs: one for each machine, and one of decode layers.
 
-python benchmarks/charts.py          # rewrites compare-2-h100.svg and compare-2-h200.svg in benchmarks/results
+python benchmarks/charts.py    # rewrites compare-2-h100.svg, compare-2-h200.svg and decode.svg in benchmarks/results
 """
 
 from __future__ import annotations
@@ -31,6 +31,15 @@ Chart = dict[str, Any]
 
 CHARTS = {"compare-2-h100": ("2 × H100", "mscclpp"), "compare-2-h200": ("2 × H200", "NCCL")}
 """File of a run and of its chart -> machine, and what ep_ops is compared with."""
+
+DECODE = {
+    "torch": ("torch's grouped GEMM", "#8a8a8a"),
+    "triton": ("plain Triton kernels", "#e08e3a"),
+    "vllm": ("vLLM, no exchange", "#7a5195"),
+    "flashinfer": ("flashinfer, no exchange", "#3a9e6e"),
+    "memory": ("ep_ops", "#1b6ca8"),
+}
+"""Measurement of `ep-ops bench decode` -> its name in the chart, and its color."""
 
 
 def chart(run: str) -> Chart:
@@ -87,6 +96,37 @@ def draw(shown: Chart, path: Path) -> None:
     path.write_text(with_dark_variant(path.read_text()))
 
 
+def draw_decode(runs: list[dict[str, Any]], path: Path) -> None:
+    """Draw a panel for each run of `ep-ops bench decode`, two in a row: layer time divided by the floor."""
+    plt = pyplot()
+    plt.rcParams.update({"svg.hashsalt": path.name, "axes.titlesize": "medium"})
+    height = -(-len(runs) // 2)
+    figure = plt.figure(figsize=(6, 0.6 + 2.4 * height), layout="constrained")
+    panels = figure.subplots(height, 2, squeeze=False, sharey=True).flatten()
+    shown = {}
+    for panel, run in zip(panels, runs, strict=False):
+        tokens = [result["tokens"] for result in run["results"]]
+        for name, (what, color) in DECODE.items():
+            if all(name in result for result in run["results"]):
+                ratios = [result[name] / result["floor_us"] for result in run["results"]]
+                (shown[what],) = panel.plot(tokens, ratios, "o-", color=color, markersize=4, label=what)
+        gpu = run["machine"]["device"].split()[1]
+        experts = run["experts"] // run["world_size"]
+        panel.set(
+            title=f"{run['model']},\n{experts} experts a GPU, {run['world_size']} × {gpu}", xlabel="tokens a rank"
+        )
+        log_ticks(panel, tokens)
+        panel.set_ylim(1, 2)
+    for panel in panels[::2]:
+        panel.set_ylabel("layer ÷ reading its weights")
+    for panel in panels[len(runs) :]:
+        panel.set_visible(False)
+    figure.legend(shown.values(), shown, loc="outside lower center", ncol=2, frameon=False)
+    figure.savefig(path, metadata={"Date": None}, facecolor="white")
+    plt.close(figure)
+    path.write_text(with_dark_variant(path.read_text()))
+
+
 def with_dark_variant(svg: str) -> str:
     """Add the colors that browsers use if the reader prefers dark pages."""
     rules = "".join(f"{selector} {{{rule} !important}}" for selector, rule in DARK.items())
@@ -96,6 +136,8 @@ def with_dark_variant(svg: str) -> str:
 def main(folder: Path = RESULTS) -> int:
     for run in CHARTS:
         draw(chart(run), folder / f"{run}.svg")
+    if recorded := [json.loads(path.read_text()) for path in sorted(RESULTS.glob("decode-*.json"))]:
+        draw_decode(recorded, folder / "decode.svg")
     return 0
 
 

@@ -2,12 +2,14 @@
 
     torchrun --standalone --nproc-per-node 2 examples/decode.py
 
-Without a GPU the same steps run eagerly.
+On GPUs the layer has the sizes of Qwen3-30B, and the time of a step is compared with the time in which memory delivers
+the weights of the experts that tokens name. Without a GPU the same steps run eagerly, on a small layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,17 @@ from torch import Tensor, nn
 import ep_ops
 from ep_ops.nn import MoELayer
 
-HIDDEN, TOKENS, STEPS = 64, 8, 20
+TOKENS, STEPS = 8, 20
+
+
+class Sizes(NamedTuple):
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+
+
+SMALL, QWEN3_30B = Sizes(64, 128, 8, 2), Sizes(2048, 768, 128, 8)
 
 
 def main() -> None:
@@ -24,18 +36,19 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    sizes = QWEN3_30B if on_gpu else SMALL
     with (
         torch.no_grad(),
         ep_ops.Communicator(
-            num_experts=8,
-            hidden_size=HIDDEN,
-            top_k=2,
+            num_experts=sizes.experts,
+            hidden_size=sizes.hidden,
+            top_k=sizes.top_k,
             max_tokens_per_rank=256,  # for prefill; decode passes a smaller bound
             dtype=torch.bfloat16 if on_gpu else torch.float32,
         ) as comm,
     ):
-        layer = MoELayer(comm, intermediate_size=128)
-        first = torch.randn(TOKENS, HIDDEN, device=comm.device).to(comm.dtype)
+        layer = MoELayer(comm, intermediate_size=sizes.width)
+        first = torch.randn(TOKENS, sizes.hidden, device=comm.device).to(comm.dtype)
         x = decode(layer, first, STEPS)
         expected = first
         for _ in range(STEPS):
@@ -43,6 +56,11 @@ def main() -> None:
         error = float((x - expected).float().norm() / expected.float().norm())
         how = "replayed" if on_gpu else "eager"
         print(f"rank {comm.rank} of {comm.world_size}: {STEPS} steps, {how}, differ by {error:.1e} from eager ones")
+        if on_gpu:
+            took, floor = step_us(layer, first), floor_us(layer, first)
+            print(
+                f"rank {comm.rank}: {took:.0f} µs per step, {took / floor:.2f} × the {floor:.0f} µs for reading weights"
+            )
         comm.check_errors()
     dist.destroy_process_group()
 
@@ -74,6 +92,32 @@ def captured(layer: MoELayer, x: Tensor) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         x.copy_(one_step(layer, x))
     return graph.replay
+
+
+def step_us(layer: MoELayer, x: Tensor) -> float:
+    """Return µs of a replayed step."""
+    run = captured(layer, x.clone())
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    run()
+    begin.record()
+    for _ in range(STEPS):
+        run()
+    end.record()
+    end.synchronize()
+    return 1e3 * begin.elapsed_time(end) / STEPS
+
+
+def floor_us(layer: MoELayer, x: Tensor) -> float:
+    """Return the µs in which memory, by its data sheet, delivers the weights of this rank's experts that tokens of all
+    ranks name."""
+    comm, gpu = layer.comm, torch.cuda.get_device_properties(x.device)
+    topk_idx, *_ = layer.router(x)
+    named = torch.zeros(comm.num_experts, device=x.device)
+    named[topk_idx.flatten().long()] = 1
+    dist.all_reduce(named, op=dist.ReduceOp.MAX)
+    here = named[comm.first_local_expert :][: comm.num_local_experts].sum()
+    expert = sum(weight.shape[1:].numel() * weight.element_size() for weight in layer.experts.parameters())
+    return float(here) * expert / (2e3 * gpu.memory_clock_rate * gpu.memory_bus_width / 8) * 1e6
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/reproducible.py
 
-Sends the first 1, 7 and 128 tokens of a batch through an MoE layer, in every layout, with exact and fixed buffer
+Sends the first 1, 7, 64 and 256 tokens of a batch through an MoE layer, in every layout, with exact and fixed buffer
 sizes, as whole and split operations, and with throughput and latency kernels where there are GPUs. Experts are
 computed by ``few_rows_mlp``, which adds in one order. Raises AssertionError if one bit differs.
 """
@@ -19,8 +19,8 @@ import ep_ops
 from ep_ops import Route
 from ep_ops.nn import expert_lists, few_rows_mlp, gather_rows, places_route, weights_of_places
 
-HIDDEN, WIDTH, TOKENS, EXPERTS, TOP_K, MANY = 64, 32, 128, 16, 4, 1024
-BATCHES = 1, 7, TOKENS
+HIDDEN, WIDTH, TOKENS, EXPERTS, TOP_K, MANY = 64, 32, 256, 16, 4, 1024
+BATCHES = 1, 7, 64, TOKENS
 
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 """x [T, HIDDEN], expert ids int32 [T, TOP_K], routing weights float32 [T, TOP_K] -> [T, HIDDEN]."""

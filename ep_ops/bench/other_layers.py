@@ -49,7 +49,7 @@ LAYERS: dict[str, Callable[[Tensor, Tensor], Layer]] = {"vllm": vllm, "flashinfe
 
 
 def installed(names: tuple[str, ...], w_in: Tensor, w_out: Tensor, say: Callable[[str], Any]) -> dict[str, Layer]:
-    """Return the layers that are installed, of those named. `say` is told why others are left out.
+    """Return the layers that are installed, of those named. `say` receives the reason why another is left out.
 
     Args:
         w_in: gate and up [E, H, 2F].

@@ -77,9 +77,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         assert token_selected_experts.dtype == torch.int32 and token_selected_experts.shape[1] == top_k
         ups, gates = w1_weight.unflatten(1, (-1, 2, 32)).unbind(2)
         assert gates.shape[0] == num_experts
-        return dense(
-            x, token_selected_experts, token_final_scales, gates.flatten(1, 2), ups.flatten(1, 2), w2_weight
-        )
+        return dense(x, token_selected_experts, token_final_scales, gates.flatten(1, 2), ups.flatten(1, 2), w2_weight)
 
     @contextlib.contextmanager
     def autotune(tune_mode: bool = True) -> Iterator[None]:

@@ -7,8 +7,10 @@ import logging
 import random
 from typing import Any
 
+import decode_cases
 import pytest
 import torch
+import torch.distributed as dist
 from cases import fresh_seed
 from ranks import run_ranks
 from segments import Drawn
@@ -170,32 +172,50 @@ def communicator(**options) -> ep_ops.Communicator:
 
 def tokens(comm: ep_ops.Communicator, count: int) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(7)
-    x = torch.randn(24, H, generator=draw).to(comm.dtype)
-    weights, ids = torch.rand(24, 6, generator=draw).topk(2)
+    x = torch.randn(256, H, generator=draw).to(comm.dtype)
+    weights, ids = torch.rand(256, 6, generator=draw).topk(2)
     return x[:count], ids[:count], weights[:count]
 
 
-def outputs(how: str) -> list[Tensor]:
+BATCHES = (1, 7, 64, 256)
+
+
+def outputs() -> list[Tensor]:
     """Of a layer with "memory": tokens of this rank in batches of several sizes, without and with gradients."""
-    with communicator(alignment=4) as comm:
+    with communicator(alignment=4, max_tokens_per_rank=BATCHES[-1]) as comm:
         layer = Experts(comm, F, gemms="memory", seed=3)
         found = []
-        for count in (1, 3, 7, 24):
+        for count in BATCHES:
             with torch.no_grad():
                 found.append(layer(*tokens(comm, count), max_tokens=count))
-        found.append(layer(*tokens(comm, 24)).detach())
-        *_, done = layer.steps(*tokens(comm, 24))
+        found.append(layer(*tokens(comm, BATCHES[-1])).detach())
+        *_, done = layer.steps(*tokens(comm, 64))
         found.append(done.out.detach())
         return found
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_bits_of_a_token_are_its_own(ranks: int) -> None:
-    """In every batch, with gradients and without, and on whichever rank the token is."""
-    results = run_ranks(ranks, outputs, "") if ranks > 1 else [outputs("")]
+    """In every batch, with gradients and without, and on whichever rank the token is. Of 4 ranks one has no expert."""
+    results = run_ranks(ranks, outputs) if ranks > 1 else [outputs()]
+    whole = results[0][BATCHES.index(256)]
     for found in results:
         for out in found:
-            assert torch.equal(out, results[0][3][: out.shape[0]])
+            assert out.isfinite().all() and torch.equal(out, whole[: out.shape[0]])
+
+
+def checked(seed: int) -> None:
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    with decode_cases.communicator("reference", H, ranks, device="cpu") as comm:
+        decode_cases.check(comm, F, seed, share=1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.drawn), 4])
+def test_layers_of_all_sizes(ranks: int) -> None:
+    """0 to 256 tokens, at the borders of tiles; experts and ranks without rows, or with all of them; alignments and
+    layouts; against fp64."""
+    seed = fresh_seed()
+    run_ranks(ranks, checked, seed) if ranks > 1 else checked(seed)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -145,6 +145,20 @@ def test_charts(tmp_path: Path) -> None:
             assert selector == "text" or selector[9:-2] in text.partition("</style>")[2]
 
 
+def test_chart_of_decode_layers(tmp_path: Path) -> None:
+    """A panel for each run, and a line for each layer that a run has measured with all numbers of tokens."""
+    pytest.importorskip("matplotlib")
+    results = [
+        {"tokens": tokens, "floor_us": 100.0, "torch": 150.0, "memory": 104.0, "triton": 108.0, "pair": 8.0}
+        for tokens in (1, 8)
+    ]
+    run = {"model": "qwen3-30b", "experts": 128, "machine": {"device": "NVIDIA H100 80GB HBM3"}, "results": results}
+    charts.draw_decode([{**run, "world_size": ranks} for ranks in (1, 2, 4)], tmp_path / "decode.svg")
+    text = (tmp_path / "decode.svg").read_text()
+    assert all(f"{experts} experts a GPU, {ranks} × H100" in text for experts, ranks in ((128, 1), (64, 2), (32, 4)))
+    assert "plain Triton kernels" in text and "flashinfer" not in text and "@media (prefers-color-scheme: dark)" in text
+
+
 def paired() -> tuple[dict[str, Any], str]:
     """Results of one run, and the error of a run in which MoECommunicator doubles what it combines."""
     args = moe.options().parse_args([*SMALL.split(), "--tokens", "3"])

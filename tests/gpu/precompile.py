@@ -135,7 +135,7 @@ def of_progress(world_size: int, seed: int) -> list[Any]:
     import test_progress
 
     want = Wanted(world_size)
-    for few in (0, test_progress.TOKENS):
+    for few in (0, test_progress.FEW, test_progress.TOKENS):
         want.add(test_progress.config(world_size), few)
     return list(want.kernels)
 

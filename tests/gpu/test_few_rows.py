@@ -7,11 +7,12 @@ import itertools
 import random
 from typing import Any
 
+import decode_cases
 import pytest
 import torch
 from operators import make_comm, ranks
 from segments import Drawn
-from sharing import few_processes
+from sharing import TURNS, few_processes
 from test_live_rows import drawn, on_cpu
 from torch import Tensor
 
@@ -200,3 +201,12 @@ def test_layers(seed):
                     out = layer(x[:tokens], ids[:tokens], weights[:tokens], max_tokens=max(tokens, 1))
                     assert torch.equal(out, whole[:tokens])
         comm.check_errors()
+
+
+def test_layers_of_all_sizes(seed, together):
+    """0 to 256 tokens, at the borders of tiles; experts and ranks without rows, or with all of them; alignments and
+    layouts; against fp64."""
+    _, world_size = ranks()
+    with decode_cases.communicator("cute", 256, world_size, device="cuda", timeout=10.0 * TURNS) as comm:
+        with torch.no_grad(), together():
+            decode_cases.check(comm, 136, seed, share=1 if TURNS == 1 else 6)

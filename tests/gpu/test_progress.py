@@ -1,5 +1,5 @@
 """Operations end whoever else runs on the GPU: blocks that do not go, other communicators and NCCL in another order on
-another rank, dependents that would fill the GPU, and parts of a GPU."""
+another rank, dependents that would fill the GPU, experts between dispatch and combine, and parts of a GPU."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from torch import Tensor
 
 import ep_ops
 from ep_ops.backends.cute import sm_model
+from ep_ops.nn import few_rows_mlp
 
 pytestmark = own_gpu
 TIMEOUT = 5.0
 HIDDEN, EXPERTS, TOP_K, TOKENS = 512, 16, 4, 256
+FEW, WIDTH = 64, 4096
+"""Tokens of a call on latency kernels in front of experts, and the experts' width: their blocks fill the GPU."""
 WHOLE, HALF = 220 * 1024, 100 * 1024
 """Shared memory of foreign blocks: a multiprocessor of their own, or one beside a block of the latency kernels."""
 
@@ -37,7 +40,7 @@ def config(world_size: int) -> dict[str, Any]:
 
 
 def make(few: int) -> ep_ops.Communicator:
-    """With `few` all calls are for the latency kernels, else for the others."""
+    """Calls with `max_tokens` of at most `few` run on the latency kernels, the others on throughput kernels."""
     comm = ep_ops.Communicator(latency_max_tokens=few, timeout=TIMEOUT, **config(ranks()[1]))
     comm.warmup()
     return comm
@@ -45,7 +48,7 @@ def make(few: int) -> ep_ops.Communicator:
 
 @pytest.fixture(scope="module")
 def comms() -> Iterator[dict[str, tuple[ep_ops.Communicator, ep_ops.Communicator]]]:
-    made = {kind: (make(few), make(few)) for kind, few in (("many", 0), ("few", TOKENS))}
+    made = {kind: (make(few), make(few)) for kind, few in (("many", 0), ("few", TOKENS), ("both", FEW))}
     yield made
     for pair in made.values():
         for comm in pair:
@@ -66,7 +69,7 @@ class Steps:
         torch.cuda.synchronize()
         for _ in range(10):
             self.step()
-            self.out.append(self.out[-1] + self.x)
+            self.out.append(self.out[-1] + self.x[: self.out[-1].shape[0]])
         torch.cuda.synchronize()
         self.out.clear()
 
@@ -176,6 +179,54 @@ def test_dependents_do_not_take_the_gpu(comms, together) -> None:
     with together():
         for steps in both:
             steps.check()
+
+
+class Layers(Steps):
+    """Layers whose experts are the kernels for few rows. Nothing, a plan or a dispatch of many tokens precedes each."""
+
+    def __init__(self, comm: ep_ops.Communicator, seed: int, before: str) -> None:
+        draw = torch.Generator(device="cuda").manual_seed(comm.rank)
+        shapes = (comm.num_local_experts, HIDDEN, 2 * WIDTH), (comm.num_local_experts, WIDTH, HIDDEN)
+        self.weights = [(torch.randn(shape, generator=draw, device="cuda") / 64).to(comm.dtype) for shape in shapes]
+        self.before = before
+        super().__init__(comm, seed)
+        self.step()
+        torch.cuda.synchronize()
+        self.expected = self.out.pop()
+
+    def step(self) -> None:
+        with torch.cuda.stream(self.stream):
+            if self.before == "plan":
+                self.comm.plan(self.idx)
+            elif self.before == "dispatch":
+                self.comm.dispatch(self.x, self.idx)
+            got = self.comm.dispatch(self.x[:FEW], self.idx[:FEW], max_tokens=FEW)
+            y = few_rows_mlp(got.x, *self.weights, got.route, self.comm.world_size)
+            self.out.append(self.comm.combine(y, got.route))
+
+    def check(self) -> None:
+        self.comm.check_errors()
+        assert self.expected.isfinite().all() and self.expected.abs().max() > 0
+        assert all(torch.equal(out, self.expected) for out in self.out), self.comm.name
+        self.out.clear()
+
+
+@pytest.mark.parametrize("before", ["nothing", "plan", "dispatch"])
+def test_experts_behind_a_dispatch(before, comms, together) -> None:
+    """The first GEMM is launched ahead of its turn behind a dispatch, the second behind the first, and the combine
+    behind that. Two communicators run such layers on two streams; neighboring ranks launch them in opposite order."""
+    both = [Layers(comm, 7 + i, before) for i, comm in enumerate(comms["both"])]
+    order = both if ranks()[0] % 2 == 0 else both[::-1]
+    torch.cuda.synchronize()
+    if dist.is_initialized():
+        dist.barrier()
+    for _ in range(10):
+        for layers in order:
+            layers.step()
+    torch.cuda.synchronize()
+    with together():
+        for layers in both:
+            layers.check()
 
 
 @contextlib.contextmanager
