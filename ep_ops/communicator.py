@@ -29,7 +29,7 @@ from .group.survivors import ExpertIds
 from .group.topology import multiprocessors, rails_of
 from .memory import MemoryPlan, plan_of
 from .methods import Methods
-from .operators.rejection import reject_thread
+from .operators.rejection import of_two_threads, take
 from .overflow import Overflow
 from .records import Operation
 
@@ -437,7 +437,7 @@ class Communicator(Methods):
 
         Raises:
             RuntimeError: the communicator has failed and no call has raised the error yet, or some ranks did not call
-                ``destroy`` in time.
+                ``destroy`` in time, or another thread is calling the communicator.
         """
         self._destroy(meet=True)
 
@@ -450,12 +450,17 @@ class Communicator(Methods):
         """
         if self.destroyed:
             return
+        unsaid = None
+        taken = self.busy.acquire(blocking=False)  # and never released: other threads find it destroyed
+        if not taken:
+            unsaid = of_two_threads("destroy")
+            self.backend.give_up(unsaid)
+            taken = self.busy.acquire(timeout=min(self.config.timeout, threading.TIMEOUT_MAX))
         self.destroyed = True
         self.calls.forget()  # so that every later call asks the registry
         registry.remove(self.name)
         for key in [key for key, comm in _shared.items() if comm is self]:
             del _shared[key]  # it holds the process group
-        unsaid = None
         missing: list[int] = []
         try:
             if self.device.type == "cuda":
@@ -463,11 +468,11 @@ class Communicator(Methods):
             if meet:
                 if not self._has_failed():  # otherwise some rank may never arrive
                     missing = self._missing()
-                unsaid = self.backend.unsaid()
+                unsaid = self.backend.unsaid() or unsaid
             elif self.world_size > 1:
                 leaving.leave(self.group, self.number, self.rank, why)
         finally:
-            self.backend.destroy(keep=bool(missing))
+            self.backend.destroy(keep=bool(missing) or not taken)
             self.group = self.exchange.group = None
         if missing and unsaid is None:
             unsaid = (
@@ -536,9 +541,7 @@ def together(comm: Communicator, call: str, problem: str | None = None, values: 
         ValueError: a rank rejects the call.
         RuntimeError: ranks make different calls, or the communicator was destroyed or has failed.
     """
-    reject_destroyed(comm)
-    if not comm.busy.acquire(blocking=False):
-        reject_thread(call, comm.backend)
+    take(comm, call)
     try:
         with comm.backend.together(call, problem, values) as gathered:
             yield gathered

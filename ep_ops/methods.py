@@ -21,7 +21,7 @@ from meta_kernels.arguments import (
     PlanArgs,
 )
 
-from . import formats, inputs
+from . import formats, inputs, registry
 from .backends.base import Backend
 from .backends.calls import CallCache
 from .config import most_token_rows, worst_case_rows
@@ -74,6 +74,7 @@ class Methods:
     calls: CallCache  # those that have passed their checks
     plan_args: tuple[int, int, str]  # arguments of dispatches: num_local_experts, world_size, name
     busy: threading.RLock  # held by the thread that calls this communicator
+    destroyed: bool
     expert_ids: ExpertIds | None
     warned_rows: float  # a larger default capacity causes a warning
     overflowed: Overflow | None
@@ -117,11 +118,13 @@ class Methods:
         Raises:
             TypeError, ValueError, RuntimeError: as for :meth:`dispatch`.
         """
+        if self.destroyed:
+            registry.reject(self.name)
         try:
             rows, align, slots, tokens, layout = self._sizes(layout, capacity, slots, max_tokens, alignment)
             topk_idx, batch = inputs.to_plan(self, topk_idx)
         except Exception as error:
-            reject("plan", self.backend, error, 0, max_tokens)
+            reject("plan", self, error, 0, max_tokens)
         a = PlanArgs(
             topk_idx=topk_idx, capacity=rows, alignment=align, slots=slots, max_tokens=tokens,
             num_local_experts=self.num_local_experts, world_size=self.world_size, comm=self.name, layout=layout,
@@ -163,13 +166,12 @@ class Methods:
             exact: allocate exactly as many rows as arrive (padding included), which synchronizes the host once. Cannot
                 be combined with ``capacity``, ``slots`` or layout "padded".
             max_tokens: bound on T in this call, the same on all ranks. None: ``max_tokens_per_rank``.
-            alignment: each segment is padded to a multiple of this number of rows. None: the communicator's. Only 1 is
-                allowed for token-major rows, which is their default.
+            alignment: segments are padded to a multiple of this many rows. None: the communicator's; token-major: 1.
             scales: scales of an x that is already quantized, [T, G] or [T] (docs/formats.md).
             format: format in which rows arrive, such as "e4m3/128/pow2". Empty: the dtype of x.
             scales_as: memory layout of the received scales. Empty: the first layout of the format.
-            zeros: whether padding rows hold zeros. If False, they are undefined. If None, they hold zeros if gradients
-                are enabled, because the backward pass of the experts may read them.
+            zeros: whether padding rows hold zeros. If False, they are undefined. None: they hold zeros if gradients are
+                enabled, because the backward pass of the experts may read them.
 
         Returns:
             Dispatched: received rows, their weights, the route for :meth:`combine`, and counts of dropped rows.
@@ -180,13 +182,14 @@ class Methods:
                 not a multiple of 16 bytes. The other ranks raise ValueError with the same reason.
             RuntimeError: a peer did not arrive within ``timeout`` seconds, or called a different operator.
         """
+        if self.destroyed:
+            registry.reject(self.name)
         try:
             rows, align, slots, tokens, layout = self._sizes(layout, capacity, slots, max_tokens, alignment, exact)
             x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
-            if scales is not None:
-                scales = inputs.scales(scales, batch)
+            scales = None if scales is None else inputs.scales(scales, batch)
         except Exception as error:
-            reject("dispatch_dynamic" if exact is True else "dispatch", self.backend, error, 0, max_tokens)
+            reject("dispatch_dynamic" if exact is True else "dispatch", self, error, 0, max_tokens)
         own, how = self.plan_args, (layout, scales, format, scales_as, _clears(zeros))
         if exact:
             dynamic = DispatchDynamicArgs(x, topk_weights, topk_idx, align, tokens, *own, *how)  # type: ignore[arg-type]
@@ -215,13 +218,15 @@ class Methods:
         Raises:
             TypeError, ValueError, RuntimeError: as for :meth:`dispatch`.
         """
+        if self.destroyed:
+            registry.reject(self.name)
         try:
             check_types(Route, route=route)
             x, topk_weights, route = inputs.to_send_along(self, x, topk_weights, route)
             if scales is not None:
                 scales = inputs.scales(scales, route.batch)
         except Exception as error:
-            reject("dispatch_planned", self.backend, error, 0, getattr(route, "max_tokens", None))
+            reject("dispatch_planned", self, error, 0, getattr(route, "max_tokens", None))
         a = DispatchPlannedArgs(
             x=x, topk_weights=topk_weights, topk_idx=route.topk_idx, send_rows=route.send_rows,
             arrivals=route.arrivals, offs=route.offs, counts=route.counts, num_rows=route.num_rows,
@@ -263,12 +268,14 @@ class Methods:
         Raises:
             TypeError, ValueError, RuntimeError: as for :meth:`dispatch`.
         """
+        if self.destroyed:
+            registry.reject(self.name)
         try:
             y, weights = self._rows(y, weights, route)
             if residual is not None:
                 residual = inputs.residual(self, residual, route)
         except Exception as error:
-            reject("combine", self.backend, error, 0, getattr(route, "max_tokens", None))
+            reject("combine", self, error, 0, getattr(route, "max_tokens", None))
         given = (
             y, weights, route.topk_idx, route.send_rows, route.arrivals, route.offs, route.counts, route.alignment,
             route.max_tokens, self.name, residual, grad_format, format,
@@ -298,8 +305,10 @@ class Methods:
         Raises:
             ValueError: there are more rows than ``symmetric_rows``. Other errors as for :meth:`dispatch`.
         """
+        if self.destroyed:
+            registry.reject(self.name)
         if not isinstance(route, Route):
-            reject("combine_gathered", self.backend, wrong_type("route", route, Route), 0, None)
+            reject("combine_gathered", self, wrong_type("route", route, Route), 0, None)
         a = CombineGatheredArgs(
             y=y, topk_idx=route.topk_idx, send_rows=route.send_rows, arrivals=route.arrivals, offs=route.offs,
             counts=route.counts, alignment=route.alignment, max_tokens=route.max_tokens, comm=self.name,
@@ -328,13 +337,15 @@ class Methods:
         Raises:
             RuntimeError: the flight is in use. Other errors as for :meth:`dispatch`.
         """
+        if self.destroyed:
+            registry.reject(self.name)
         try:
             rows, align, slots, tokens, layout = self._sizes(layout, capacity, slots, max_tokens, alignment)
             x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
             if scales is not None:
                 scales = inputs.scales(scales, batch)
         except Exception as error:
-            reject("dispatch_start", self.backend, error, flight, max_tokens)
+            reject("dispatch_start", self, error, flight, max_tokens)
         a = DispatchStartArgs(
             x=x, topk_weights=topk_weights, topk_idx=topk_idx, capacity=rows, alignment=align, slots=slots,
             max_tokens=tokens, num_local_experts=self.num_local_experts, world_size=self.world_size, comm=self.name,
@@ -355,6 +366,8 @@ class Methods:
             TypeError: ``started`` is not a StartedDispatch.
             RuntimeError: no dispatch was started in this flight.
         """
+        if self.destroyed:
+            registry.reject(self.name)
         if not isinstance(started, StartedDispatch):
             raise wrong_type("started", started, "what dispatch_start returned")
         a = started.arguments
@@ -378,10 +391,12 @@ class Methods:
         Raises:
             RuntimeError: the flight is in use. Other errors as for :meth:`combine`.
         """
+        if self.destroyed:
+            registry.reject(self.name)
         try:
             y, weights = self._rows(y, weights, route)
         except Exception as error:
-            reject("combine_start", self.backend, error, flight, getattr(route, "max_tokens", None))
+            reject("combine_start", self, error, flight, getattr(route, "max_tokens", None))
         a = CombineStartArgs(
             y=y, recv_weights=weights, topk_idx=route.topk_idx, send_rows=route.send_rows, arrivals=route.arrivals,
             offs=route.offs, counts=route.counts, alignment=route.alignment, max_tokens=route.max_tokens,
@@ -402,6 +417,8 @@ class Methods:
             TypeError: ``started`` is not a StartedCombine.
             RuntimeError: no combine was started in this flight.
         """
+        if self.destroyed:
+            registry.reject(self.name)
         if not isinstance(started, StartedCombine):
             raise wrong_type("started", started, "what combine_start returned")
         return _home(COMBINE_WAIT.call(CombineWaitArgs(started.ticket, *started.arguments)), started.route)

@@ -187,4 +187,4 @@ class EpOpsTokenSwitch(TokenSwitch):
             self._reject(operator, f"{name} is {rows}; allowed: 0 to max_recv_tokens_per_rank, {self._rows}")
 
     def _reject(self, operator: str, reason: str) -> NoReturn:
-        reject(operator, self.comm.backend, ValueError(reason), 0, None)
+        reject(operator, self.comm, ValueError(reason), 0, None)

@@ -299,12 +299,12 @@ class MoECommunicator:
 
     def _reject(self, operator: str, reason: str, max_tokens: int | None, flight: int = 0) -> NoReturn:
         most = self.comm.max_tokens_per_rank if max_tokens is None else max_tokens
-        reject(operator, self.comm.backend, ValueError(reason), flight, most)
+        reject(operator, self.comm, ValueError(reason), flight, most)
 
     def _check_handle(self, operator: str, name: str, handle: Any, flight: int = 0) -> None:
         if not isinstance(handle, DispatchHandle):
             error = wrong_type(name, handle, "a DispatchHandle, the second result of dispatch")
-            reject(operator, self.comm.backend, error, flight, self.comm.max_tokens_per_rank)
+            reject(operator, self.comm, error, flight, self.comm.max_tokens_per_rank)
 
     # ------------------------------------------------------------------ placement
 

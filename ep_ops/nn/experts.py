@@ -240,7 +240,7 @@ class Experts(ExpertModule):
         if error is not None:
             operator = "dispatch_start" if split else "dispatch_dynamic" if self.dynamic else "dispatch"
             tokens = comm.max_tokens_per_rank if max_tokens is None else max_tokens
-            reject(operator, comm.backend, error, flight, tokens)
+            reject(operator, comm, error, flight, tokens)
 
     @torch.compiler.assume_constant_result  # as in the base class
     def _check_averaging(self) -> None:

@@ -86,7 +86,7 @@ class Op:
             return self.overload(*args)
         except Exception as error:
             if comm is not None and comm.backend.calls == calls and not _is_traced(args):
-                reject(self.name, comm.backend, error, given.get("flight", 0), given.get("max_tokens", 0))
+                reject(self.name, comm, error, given.get("flight", 0), given.get("max_tokens", 0))
             raise
 
     def plain(self, args: tuple[Any, ...]) -> bool:
@@ -154,7 +154,7 @@ def _remembering(
             if accepts(*given) and not (a[rows].data_ptr() % _ALIGNED or a[lists].data_ptr() % (_ALIGNED // 2)):
                 busy = comm.busy
                 if not busy.acquire(False):
-                    reject_thread(f"ep::{op.name}", comm.backend)
+                    reject_thread(comm, f"ep::{op.name}")
                 try:
                     return known.run(a)
                 except BaseException as error:

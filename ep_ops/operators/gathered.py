@@ -29,7 +29,7 @@ def _rows_to_gather(near: Tensor, num_rows: int, hidden: int, dtype: torch.dtype
     try:
         checks.empty_rows(found, num_rows)
     except ValueError as error:
-        reject("combine_gathered", found.backend, error)
+        reject("combine_gathered", found, error)
     return found.backend.empty_rows(num_rows)
 
 

@@ -112,8 +112,8 @@ def _check(ctx: Any, operator: Operator, topk_idx: Tensor, *grads: Tensor | None
         if ctx.forward_idx is not None:
             recomputation.compare(topk_idx, *ctx.forward_idx)
     except RuntimeError as error:
-        backend, flight = registry.get(ctx.along["comm"]).backend, getattr(ctx, "flight", 0)
-        reject(operator.name, backend, error, flight, ctx.along["max_tokens"])
+        comm, flight = registry.get(ctx.along["comm"]), getattr(ctx, "flight", 0)
+        reject(operator.name, comm, error, flight, ctx.along["max_tokens"])
 
 
 _is_batched = torch._C._functorch.is_legacy_batchedtensor

@@ -34,7 +34,7 @@ def _interrupted(op: Operator, comm: Living, a: Args, error: BaseException) -> N
 
 
 def _reject(name: str, comm: Living, a: Args, error: Exception) -> NoReturn:
-    reject(name, comm.backend, error, getattr(a, "flight", 0), getattr(a, "max_tokens", 0))
+    reject(name, comm, error, getattr(a, "flight", 0), getattr(a, "max_tokens", 0))
 
 
 def _accepted(op: Operator, comm: Living, a: Args) -> Call:
@@ -84,7 +84,7 @@ def _implementation(op: Operator) -> Callable[..., Any]:
         a = new(record, args) if len(args) == whole else record(*args)
         comm = living.get(a.comm) or registry.get(a.comm)
         if not comm.busy.acquire(blocking=False):
-            reject_thread(f"ep::{name}", comm.backend)
+            reject_thread(comm, f"ep::{name}")
         try:
             try:
                 run = _accepted(op, comm, a).run

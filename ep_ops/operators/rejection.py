@@ -3,29 +3,53 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, NoReturn
+import threading
+from typing import Any, NoReturn, Protocol
 
 import torch
 
+from .. import registry
 from ..backends.base import Backend
 
 _is_compiling = torch.compiler.is_compiling
 
 
-def reject(operator: str, backend: Backend, error: Exception, flight: Any = 0, max_tokens: Any = 0) -> NoReturn:
+class Called(Protocol):
+    """The attributes of a communicator that every call uses."""
+
+    name: str
+    backend: Backend
+    busy: threading.RLock  # held by the thread that calls the communicator
+    destroyed: bool
+
+
+def take(comm: Called, call: str) -> None:
+    """Begin a call of a communicator in this thread; ``comm.busy.release()`` ends it. RuntimeError if the communicator
+    was destroyed, or if another thread is calling it."""
+    if comm.destroyed:
+        registry.reject(comm.name)
+    if not comm.busy.acquire(blocking=False):
+        reject_thread(comm, call)
+
+
+def reject(operator: str, comm: Called, error: Exception, flight: Any = 0, max_tokens: Any = 0) -> NoReturn:
     """Raise ``error`` on this rank, which does not run ``operator``, and inform the ranks that do.
 
     Args:
         operator: name of the operator that the other ranks run.
-        backend: backend of the communicator.
+        comm: the communicator.
         error: error of this rank; the other ranks raise a ValueError or RuntimeError with its text.
         flight, max_tokens: arguments of the operator, valid or not; 0 if it has none.
     """
     if not _is_compiling() and not is_tracing():
-        backend.calls += 1
-        flight = flight if type(flight) is int else 0
-        with contextlib.suppress(RuntimeError):  # ranks that run another operator raise by themselves
-            backend.reject(operator, str(error), flight, max_tokens)
+        take(comm, operator)
+        try:
+            comm.backend.calls += 1
+            flight = flight if type(flight) is int else 0
+            with contextlib.suppress(RuntimeError):  # ranks that run another operator raise by themselves
+                comm.backend.reject(operator, str(error), flight, max_tokens)
+        finally:
+            comm.busy.release()
     raise error
 
 
@@ -37,11 +61,17 @@ def is_tracing() -> bool:
 _fake_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
 
 
-def reject_thread(call: str, backend: Backend) -> NoReturn:
-    """Raise RuntimeError on all ranks for a call of a communicator that another thread is using. Ranks can differ in
-    the order of the threads' calls, so the communicator fails."""
-    backend.give_up(
-        f"{call} was called while another thread was calling the same communicator; allowed: one thread at a time"
-    )
-    backend.check_errors()
-    raise AssertionError("check_errors raises after give_up")
+def reject_thread(comm: Called, call: str) -> NoReturn:
+    """Raise RuntimeError on all ranks for a call of a communicator that another thread is calling, or has destroyed.
+    Ranks can differ in the order of the threads' calls, so a communicator of several ranks fails."""
+    if comm.destroyed:
+        registry.reject(comm.name)
+    why = of_two_threads(call)
+    comm.backend.give_up(why)
+    comm.backend.check_errors()
+    raise RuntimeError(f"communicator {comm.name!r}: {why}")
+
+
+def of_two_threads(call: str) -> str:
+    """Return why a call fails that begins while another thread is calling the communicator."""
+    return f"{call} was called while another thread was calling the same communicator; allowed: one thread at a time"

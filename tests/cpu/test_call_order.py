@@ -189,9 +189,9 @@ def one_group() -> list[Any]:
     return found
 
 
-def one_communicator(remembered: bool, method: bool) -> list[Any]:
+def one_communicator(remembered: bool, call: str) -> list[Any]:
     """A second thread of rank 0 calls a communicator while its first waits for rank 1 in a combine, which may end."""
-    with toy.communicator(group=dist.new_group(), timeout=PATIENT) as comm:
+    with toy.communicator(group=dist.new_group(), timeout=PATIENT, name="mine") as comm:
         x, idx, _ = toy.inputs(5, seed=comm.rank)
         for _ in range(4 if remembered else 1):
             sent = comm.dispatch(x, idx)
@@ -203,13 +203,19 @@ def one_communicator(remembered: bool, method: bool) -> list[Any]:
             in_threads(lambda: comm.combine(sent.x, sent.route))
             return [raised(comm.dispatch, x, idx), raised(comm.check_errors)]
         comm.dispatch(x, idx)
+        calls: dict[str, Callable[[], Any]] = {
+            "ep::dispatch": lambda: comm.dispatch(x, idx),
+            "dispatch": lambda: comm.dispatch(x, idx, layout="other"),  # which this rank rejects by itself
+            "warmup": comm.warmup,
+            "destroy": comm.destroy,
+        }
 
         def second() -> Any:
             try:
                 while comm.busy.acquire(blocking=False):
                     comm.busy.release()
                     time.sleep(0.01)
-                return comm.warmup() if method else comm.dispatch(x, idx)
+                return calls[call]()
             finally:
                 store.set(called, "")
 
@@ -218,7 +224,7 @@ def one_communicator(remembered: bool, method: bool) -> list[Any]:
 
 
 def threads() -> list[list[Any]]:
-    kinds = [(False, False), (True, False), (True, True)]
+    kinds = [(False, "ep::dispatch"), (True, "ep::dispatch"), (True, "warmup"), (False, "dispatch"), (False, "destroy")]
     return [own_groups(), one_group(), *(one_communicator(*kind) for kind in kinds)]
 
 
@@ -231,10 +237,28 @@ def test_threads() -> None:
     for texts in (one, theirs[1]):
         for text in texts:
             assert "different calls at the same time" in text and "of 'one'" in text and "of 'other'" in text, text
-    calls = ["ep::dispatch", "ep::dispatch", "warmup"]
+    calls = ["ep::dispatch", "ep::dispatch", "warmup", "dispatch", "destroy"]
     for (first, second), (other, next_one), call in zip(same, theirs[2:], calls, strict=True):
         why = f"{call} was called while another thread was calling the same communicator; allowed: one thread at a time"
-        assert all(why in text and text.startswith("RuntimeError: comm") for text in (first, second, other, next_one))
+        failed, destroyed = ("RuntimeError: communicator 'mine' " + word for word in ("failed", "was destroyed"))
+        assert all(why in text and text.startswith("RuntimeError: ") for text in (first, other, next_one))
+        assert other.startswith(failed) and next_one.startswith(failed)
+        assert second.startswith(destroyed) if call == "destroy" else why in second, second
+
+
+def alone() -> str:
+    """A second thread calls a communicator of one rank, while the first is within a call."""
+    with toy.communicator() as comm:
+        x, idx, _ = toy.inputs(5)
+        comm.busy.acquire()
+        (said,) = in_threads(lambda: comm.dispatch(x, idx))
+        comm.busy.release()
+        assert right(comm, 0)
+    return said
+
+
+def test_threads_of_one_rank() -> None:
+    assert "ep::dispatch was called while another thread was calling the same communicator" in alone()
 
 
 # ---------------------------------------------------------------------- creation

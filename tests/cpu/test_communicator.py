@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,41 @@ def test_names() -> None:
         assert registry.get("mine") is again
         with pytest.raises(RuntimeError, match="'mine' was destroyed"):
             mine.empty_rows(0)
+
+
+def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(run, backend="aot_eager")
+
+
+@pytest.mark.parametrize("way", [lambda run: run, _compiled], ids=["eager", "compiled"])
+def test_methods_of_a_destroyed_communicator_whose_name_is_used_again(way: Callable[..., Any]) -> None:
+    """They raise, with right and wrong arguments, and reach neither the new communicator nor freed memory."""
+    old = make(name="again", dtype=torch.float32, symmetric_rows=64)
+    x, idx, weights = torch.ones(4, 8), torch.tensor([[0, 1]] * 4, dtype=torch.int32), torch.ones(4, 2)
+    with torch.no_grad():
+        for _ in range(3):  # calls that are remembered
+            sent = old.dispatch(x, idx, weights)
+            old.combine(sent.x, sent.route, sent.weights)
+    started, combined = old.dispatch_start(x, idx, flight=0), old.combine_start(sent.x, sent.route, flight=1)
+    methods: dict[str, tuple[Any, ...]] = {
+        "plan": (idx,), "dispatch": (x, idx, weights), "dispatch_planned": (x, sent.route), "dispatch_wait": (started,),
+        "combine": (sent.x, sent.route, sent.weights), "combine_gathered": (sent.x, sent.route),
+        "dispatch_start": (x, idx), "combine_start": (sent.x, sent.route), "combine_wait": (combined,),
+    }  # fmt: skip
+    calls = {name: way(lambda *given, name=name: getattr(old, name)(*given)) for name in methods}
+    with torch.no_grad():
+        for name in ("dispatch_wait", "combine_wait", "plan", "dispatch", "dispatch_planned", "combine"):
+            calls[name](*methods[name])
+    old.destroy()
+    with make(name="again", dtype=torch.float32, symmetric_rows=64) as new:
+        new.dispatch_start(x, idx, flight=0), new.combine_start(sent.x, sent.route, flight=1)
+        before = new.backend.calls
+        for name, given in methods.items():
+            for arguments in (given, [None] * len(given)):
+                with torch.no_grad(), pytest.raises(Exception, match="communicator 'again' was destroyed"):
+                    calls[name](*arguments)
+        assert new.backend.calls == before
+        new.backend.end_flights()
 
 
 def test_destroy_twice() -> None:

@@ -40,7 +40,7 @@ ROOMS = {
     ),
     "ep_ops.methods": (
         "ep_ops.records", "ep_ops.config", "ep_ops.operators", "ep_ops.inputs", "ep_ops.backends", "ep_ops.formats",
-        "ep_ops.overflow", "ep_ops.group", "meta_kernels",
+        "ep_ops.overflow", "ep_ops.group", "ep_ops.registry", "meta_kernels",
     ),
     "ep_ops.creation": ("ep_ops.config", "ep_ops.group", "ep_ops.backends", "ep_ops.registry"),
     "ep_ops.communicator": (

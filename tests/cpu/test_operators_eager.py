@@ -445,7 +445,7 @@ def test_launches_are_bound_once(comm, monkeypatch):
 
 @torch.no_grad()
 def test_a_destroyed_communicator_remembers_nothing(comm, monkeypatch):
-    """Another one of its name may run its calls, but its own backend never does again."""
+    """Neither its own backend nor that of another one of its name runs its calls again."""
     args = given()
     many(comm, *args)
     comm.destroy()
@@ -453,8 +453,9 @@ def test_a_destroyed_communicator_remembers_nothing(comm, monkeypatch):
     monkeypatch.setattr(comm.backend, "prepare", lambda spec: pytest.fail("runs on a destroyed backend"))
     with ep_ops.Communicator(config=comm.config, device="cpu") as other:
         assert other.name == comm.name
-        many(comm, *args)
-        many(comm, *args)
+        many(other, *args)
+        with pytest.raises(RuntimeError, match="was destroyed"):
+            many(comm, *args)
         assert len(other.calls) == 1
     assert not comm.calls
 

@@ -46,7 +46,7 @@ class Communicators:
                 self.agreed(-1, torch.device("cpu") if comm is None else comm.device, error)
             if comm is None or comm.destroyed:
                 raise
-            reject(operator, comm.backend, error, 0, max_tokens)
+            reject(operator, comm, error, 0, max_tokens)
 
     def reject_experts(self, method: str, num_experts: int) -> None:
         """Raise ValueError unless all ranks have the same number of experts. Before the first call of the method, the
