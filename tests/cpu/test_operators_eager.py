@@ -214,13 +214,13 @@ def test_subclasses_are_heard_of(comm, calls):
 
 
 @torch.no_grad()
-def test_transforms_are_the_dispatchers(comm, calls):
+def test_transforms_are_rejected(comm, calls):
     x, idx, _ = given()
     route, _ = comm.plan(idx)
     calls.clear()
     both = torch.func.vmap(lambda rows: comm.dispatch_planned(rows, route).x)
-    held = route.recv_from >= 0
-    assert torch.equal(both(torch.stack([x, 2 * x]))[1, held], 2 * both(x[None])[0, held])
+    with pytest.raises(NotImplementedError, match="does not support torch.vmap"):
+        both(torch.stack([x, 2 * x]))
     assert calls == []
 
 
