@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 import ep_ops
 from ep_ops.nn import few_rows_mlp
 
-MOST, TOP_K, EACH = 256, 3, 4
+MOST, TOP_K, EACH = 256, 3, 6
 """Tokens of a rank, experts of a token, and experts of a rank."""
 TOKENS = (0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 255, 256)
 ROUTES = ("random", "one expert", "one rank", "tokens on one rank")

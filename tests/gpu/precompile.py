@@ -137,7 +137,7 @@ def of_progress(world_size: int, seed: int) -> list[Any]:
     want = Wanted(world_size)
     for few in (0, test_progress.FEW, test_progress.TOKENS):
         want.add(test_progress.config(world_size), few)
-    return list(want.kernels)
+    return [*want.kernels, *test_progress.experts_kernels(world_size)]
 
 
 def of_checking(world_size: int, seed: int) -> list[Any]:

@@ -32,6 +32,7 @@ BOUNDS = (1, 7, 20, 40, 64, 100, 256)
 TOP_K = 4
 LAYER_TOKENS = (0, 1, 7, 64, 256)
 LAYER_EXPERTS = 6
+BORDERS_WIDTH = 136
 
 
 def config(world_size: int) -> dict[str, Any]:
@@ -51,6 +52,8 @@ def kernels(world_size: int) -> list[Any]:
     shares = [(given, Share(tokens, TOP_K, 1)) for *given, tokens in sizes]
     layer = (LAYER_EXPERTS, 256, 128, bf16)
     shares += [(layer, Share(max(tokens, 1), 3, world_size)) for tokens in LAYER_TOKENS]
+    layer = (decode_cases.EACH, 256, BORDERS_WIDTH, bf16)
+    shares += [(layer, Share(max(tokens, 1), decode_cases.TOP_K, world_size)) for tokens in decode_cases.TOKENS]
     return [
         kernel
         for given, share in shares
@@ -209,4 +212,4 @@ def test_layers_of_all_sizes(seed, together):
     _, world_size = ranks()
     with decode_cases.communicator("cute", 256, world_size, device="cuda", timeout=10.0 * TURNS) as comm:
         with torch.no_grad(), together():
-            decode_cases.check(comm, 136, seed, share=1 if TURNS == 1 else 6)
+            decode_cases.check(comm, BORDERS_WIDTH, seed, share=1 if TURNS == 1 else 6)

@@ -39,6 +39,13 @@ def config(world_size: int) -> dict[str, Any]:
     )
 
 
+def experts_kernels(world_size: int) -> tuple[Any, ...]:
+    """What `Layers` launches beside the kernels of communicators, for precompile.py."""
+    from ep_ops.backends.cute.local_kernels import Share, few_rows_kernels
+
+    return few_rows_kernels(EXPERTS, HIDDEN, WIDTH, "bf16", Share(FEW, TOP_K, world_size), (False, False))
+
+
 def make(few: int) -> ep_ops.Communicator:
     """Calls with `max_tokens` of at most `few` run on the latency kernels, the others on throughput kernels."""
     comm = ep_ops.Communicator(latency_max_tokens=few, timeout=TIMEOUT, **config(ranks()[1]))
