@@ -33,8 +33,11 @@ class SwiGLUArgs(NamedTuple):
 
     x: Int64  # [R, 2 F]
     grad: Int64  # backward: that of the result, [R, F]
+    weights: Int64  # weighted: [R] fp32
     out: Int64  # [R, F]; backward: the gradient of x, [R, 2 F]
     scales: Int64  # of a quantized result
+    made: Int64  # weighted: the result, [R, F]
+    dots: Int64  # weighted: gradients of the weights, [R] fp32
     offs: Int64  # [El] int32
     counts: Int64  # [El] int32
     num_rows: Int32  # R
@@ -46,11 +49,13 @@ class SwiGLUArgs(NamedTuple):
 
 @dataclass(frozen=True)
 class SwiGLURows(RowPieces):
-    """`hidden_size` is F. With a `format`, rows leave as codes and scales in `layout`."""
+    """`hidden_size` is F. With a `format`, rows leave as codes and scales in `layout`. `weighted`: backward of the
+    result times a weight for each row, which also returns the weighted result and the gradients of the weights."""
 
     backward: bool = False
     format: str = ""
     layout: str = ""
+    weighted: bool = False
 
     NAME: ClassVar[str] = "ep_swiglu"
     Args: ClassVar[Any] = SwiGLUArgs
@@ -58,6 +63,11 @@ class SwiGLURows(RowPieces):
     @property
     def delivery(self) -> Delivery:
         return Delivery(self.width, self.format, self.layout)
+
+    @property
+    def shares(self) -> int:
+        """Number of warps that take part in a row. The dot product of a row is summed by one warp."""
+        return 1 if self.weighted else self.pieces
 
     @property
     def most_vectors(self) -> int:
@@ -79,13 +89,16 @@ class SwiGLURows(RowPieces):
                 begin = ptx.ld_i32(args.offs + Int64(first + lane) * 4) - size
             end = before + inclusive_sum(size)
             last = arch.shuffle_sync(end, 31)
-            while item // self.pieces < last:
-                number = item // self.pieces
+            while item // self.shares < last:
+                number = item // self.shares
                 expert = Int32(arch.popc(arch.vote_ballot_sync(end <= number)))
                 offset = number - arch.shuffle_sync(end - size, expert)
                 row = arch.shuffle_sync(begin, expert) + offset
                 kept = offset < arch.shuffle_sync(count, expert)
-                self.piece(args, row, kept, item - number * self.pieces)
+                if const_expr(self.weighted):
+                    self.give_back_weighted(args, row, kept)
+                else:
+                    self.piece(args, row, kept, item - number * self.pieces)
                 item += args.blocks * WARPS
             before = last
 
@@ -154,6 +167,59 @@ class SwiGLURows(RowPieces):
         out = args.out + Int64(row) * (2 * self.width.row_bytes)
         self.store(out, first, of_gates)
         self.store(out + self.width.row_bytes, first, of_ups)
+
+    @cute.jit
+    def give_back_weighted(self, args: SwiGLUArgs, row: Int32, kept: Boolean) -> None:
+        """By a warp, for a whole row with weight w: store the gradients of gates and ups, times w; w silu(gate) up; and
+        the dot product of grad and silu(gate) up, whose order is fixed."""
+        lane = arch.lane_idx()
+        weight = Float32(0.0)
+        if kept:
+            weight = ptx.ld_f32(args.weights + Int64(row) * 4)
+        dot = Float32(0.0)
+        for number in cutlass.range(self.pieces):
+            dot += self.give_back_piece(args, row, kept, number * (32 * self.ahead) + lane, weight)
+        for i in range_constexpr(5):
+            dot += arch.shuffle_sync_bfly(dot, 16 >> i)
+        if lane == 0:
+            ptx.st_f32(args.dots + Int64(row) * 4, dot)
+
+    @cute.jit
+    def give_back_piece(
+        self, args: SwiGLUArgs, row: Int32, kept: Boolean, first: Int32, weight: Float32
+    ) -> Float32:  # fmt: skip
+        """Store a lane's part of a piece, and return its part of the dot product."""
+        words = self.operands(args, row, kept, first)
+        each = 4 * self.ahead
+        of_gates, of_ups, made = (cute.make_rmem_tensor((each,), Uint32) for _ in range(3))
+        dot = Float32(0.0)
+        for u in range_constexpr(self.ahead):
+            gates, ups = self.numbers(words, u), self.numbers(words, self.ahead + u)
+            grads = self.numbers(words, 2 * self.ahead + u)
+            shares = [ptx.sigmoid(gate) for gate in gates]
+            values = [gate * s * up for gate, up, s in zip(gates, ups, shares, strict=True)]
+            part = Float32(0.0)
+            for grad, value in zip(grads, values, strict=True):
+                part = part + grad * value
+            if first + u * 32 < self.vectors:  # lanes behind the end of the row hold its last vector again
+                dot += part
+            grads = [grad * weight for grad in grads]
+            by_gate = [
+                grad * up * s * (Float32(1.0) + gate * (Float32(1.0) - s))
+                for gate, up, grad, s in zip(gates, ups, grads, shares, strict=True)
+            ]
+            by_up = [grad * (gate * s) for gate, grad, s in zip(gates, grads, shares, strict=True)]
+            weighted = [value * weight for value in values]
+            packed = [ptx.pack(numbers, self.dtype) for numbers in (by_gate, by_up, weighted)]
+            for i in range_constexpr(4):
+                of_gates[4 * u + i] = packed[0][i]
+                of_ups[4 * u + i] = packed[1][i]
+                made[4 * u + i] = packed[2][i]
+        out = args.out + Int64(row) * (2 * self.width.row_bytes)
+        self.store(out, first, of_gates)
+        self.store(out + self.width.row_bytes, first, of_ups)
+        self.store(args.made + Int64(row) * self.width.row_bytes, first, made)
+        return dot
 
     def numbers(self, words: Any, vector: int) -> Sequence[Float32]:
         return ptx.unpack([words[4 * vector + i] for i in range(4)], self.dtype)

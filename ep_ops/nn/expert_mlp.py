@@ -13,9 +13,7 @@ Both orders run the same GEMMs on the same operands, so they give the same bits.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +24,12 @@ from ep_ops.communicator import Communicator
 from ep_ops.nn.few_rows import few_rows_mlp
 from ep_ops.nn.gemms import Choice, choose
 from ep_ops.nn.grouped import Gemms
+from ep_ops.nn.late import Returning, SentTokens, while_returning
 from ep_ops.nn.live_rows import SWIGLU, SWIGLU_BACKWARD, swiglu_rows
 from ep_ops.nn.scaled import ROW, scaled_grouped_mm
-from ep_ops.operators.gradients import DISPATCH_BACKWARD_START, DISPATCH_BACKWARD_WAIT
+from ep_ops.nn.token_major import How, Rows, check_rows, token_major_rows
 from ep_ops.operators.once import once
-from ep_ops.records import Dispatched
-from meta_kernels.arguments import DispatchBackwardStartArgs, DispatchBackwardWaitArgs
+from ep_ops.records import GROUPED, TOKEN_MAJOR, Dispatched
 
 
 class Computed(NamedTuple):
@@ -40,13 +38,14 @@ class Computed(NamedTuple):
     out: Tensor
     """Weighted sums of the experts' outputs, with shape and dtype of x."""
     dropped: Tensor
-    """int32 [El]: number of rows that each local expert dropped in this call, from the tokens of all ranks."""
+    """int32 [El]: number of (token, k) that each local expert dropped in this call, from the tokens of all ranks."""
 
 
 def expert_mlp(
     comm: Communicator, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, w_in: Tensor, w_out: Tensor, *,
     capacity: int | None = None, exact: bool = False, max_tokens: int | None = None, format: str = "",
-    combine_format: str = "", gemms: str | Gemms | Choice = "auto",
+    combine_format: str = "", gemms: str | Gemms | Choice = "auto", rows: str = GROUPED, places: int | None = None,
+    redispatch: bool = False,
 ) -> Computed:  # fmt: skip
     """Send tokens to their SwiGLU experts and return the weighted sums of the experts' outputs. Collective.
 
@@ -63,6 +62,8 @@ def expert_mlp(
         capacity, exact, max_tokens: as for :meth:`ep_ops.Communicator.dispatch`.
         format, combine_format: as for :class:`ep_ops.nn.Experts`.
         gemms: the grouped GEMMs, the same on all ranks, as for :class:`ep_ops.nn.Experts`.
+        rows, places, redispatch: as for :class:`ep_ops.nn.Experts`. ``rows`` and ``redispatch`` are the same on all
+            ranks.
 
     Returns:
         Computed: the sums, with shape and dtype of x, and dropped rows.
@@ -70,17 +71,21 @@ def expert_mlp(
     Raises:
         TypeError, ValueError, RuntimeError: as for :meth:`ep_ops.Communicator.dispatch`.
         ValueError: w_in or w_out has the wrong shape.
-        TypeError, ValueError: ``gemms`` is not supported, as described for :class:`ep_ops.nn.Experts`.
+        TypeError, ValueError: ``gemms``, ``rows``, ``places`` or ``redispatch`` is not supported, as described for
+            :class:`ep_ops.nn.Experts`.
     """
+    kept = Rows(rows, places, redispatch)
+    check_rows(kept, comm, exact, format)
     chosen = choose(comm, gemms, w_out.shape[1], format)
-    late = is_late(chosen.gemms, format, (x, topk_weights), (w_in, w_out))
+    how = How(kept, exact, format, is_late(chosen.gemms, format, (x, topk_weights), (w_in, w_out)))
     zeros = torch.is_grad_enabled()
-    with torch.set_grad_enabled(zeros and not late):
+    with torch.set_grad_enabled(zeros and not how.late):
         received = comm.dispatch(
-            x, topk_idx, topk_weights, capacity=capacity, exact=exact, max_tokens=max_tokens, format=format, zeros=zeros
-        )
-    y, weights = expert_rows(received, w_in, w_out, chosen, SentTokens(comm, x, topk_weights) if late else None)
-    return Computed(comm.combine(y, received.route, weights, format=combine_format), received.dropped)
+            x, topk_idx, topk_weights, layout=rows, capacity=capacity, exact=exact, max_tokens=max_tokens,
+            format=format, zeros=zeros,
+        )  # fmt: skip
+    y, weights, dropped = expert_rows(received, w_in, w_out, chosen, SentTokens(comm, x, topk_weights), how)
+    return Computed(comm.combine(y, received.route, weights, format=combine_format), dropped)
 
 
 def is_late(gemms: Gemms, format: str, sent: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> bool:
@@ -91,40 +96,37 @@ def is_late(gemms: Gemms, format: str, sent: tuple[Tensor, ...], weights: tuple[
     return all(any(getattr(tensor, "requires_grad", False) for tensor in some) for some in (sent, weights))
 
 
-class SentTokens(NamedTuple):
-    """What a dispatch without gradients has sent, to which backward sends the gradients."""
-
-    comm: Communicator
-    x: Tensor
-    topk_weights: Tensor
-    flight: int = 0
-
-
 def expert_rows(
-    received: Dispatched, w_in: Tensor, w_out: Tensor, chosen: Choice, sent: SentTokens | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return the experts' outputs [R, H] for the rows of a dispatch, and the weights of the rows. ``sent``: for the
-    late order. None: for the ordinary one."""
+    received: Dispatched, w_in: Tensor, w_out: Tensor, chosen: Choice, sent: SentTokens, how: How
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the rows [R, H] to combine, their weights, and what the experts dropped, int32 [El].
+
+    Args:
+        received: result of the dispatch, without gradients if ``how.late``.
+        w_in, w_out, chosen: matrices and GEMMs of the experts.
+        sent: what the dispatch has sent.
+        how: the other arguments.
+    """
     route, gemms = received.route, chosen.gemms
+    if how.rows.layout == TOKEN_MAJOR:
+        sums, dropped = token_major_rows(received, w_in, w_out, chosen, sent, how)
+        return sums, None, dropped
     if chosen.runs_few_rows(received, w_in, w_out):
-        return few_rows_mlp(received.x, w_in, w_out, route, chosen.ranks), received.weights
-    if sent is not None:
-        how = _How(route.alignment, route.max_tokens, sent.comm.name, route.layout, sent.flight, gemms)
+        return few_rows_mlp(received.x, w_in, w_out, route, chosen.ranks), received.weights, received.dropped
+    if how.late:
+        returning = Returning(route.alignment, route.max_tokens, sent.comm.name, route.layout, sent.flight)
         tokens = inputs.with_weights(sent.comm, sent.x, sent.topk_weights)  # converted as by dispatch
-        return _Late.apply(*tokens, w_in, w_out, how, received.x, received.weights, *route.tensors)
+        along = received.x, received.weights, *route.tensors
+        return *_Late.apply(*tokens, w_in, w_out, _How(returning, gemms), *along), received.dropped
     if received.scales is None:
         y = gemms.product(received.x, w_in, route.offs)
     else:
         y = scaled_grouped_mm(received.x, received.scales, w_in, route.offs)
-    return gemms.product(swiglu_rows(y, route), w_out, route.offs), received.weights
+    return gemms.product(swiglu_rows(y, route), w_out, route.offs), received.weights, received.dropped
 
 
 class _How(NamedTuple):
-    alignment: int
-    max_tokens: int
-    comm: str
-    layout: str
-    flight: int
+    returning: Returning
     gemms: Gemms
 
 
@@ -139,7 +141,7 @@ class _Late(torch.autograd.Function):
         topk_idx, *_, offs, counts = route
         product = how.gemms.product
         y = product(recv_x, w_in, offs)
-        h = SWIGLU(y, offs, counts, how.alignment, 0)
+        h = SWIGLU(y, offs, counts, how.returning.alignment, 0)
         weights = recv_weights.clone()
         if not ctx.needs_input_grad[1]:
             ctx.mark_non_differentiable(weights)
@@ -152,41 +154,19 @@ class _Late(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
         recv_x, y, h, w_in, w_out, *route = ctx.saved_tensors
         *_, offs, counts = route
-        alignment, max_tokens, comm, layout, flight, gemms = ctx.how
+        returning, gemms = ctx.how
         asks_x, asks_weights, asks_in, asks_out, *_ = ctx.needs_input_grad
-        tokens, hidden, top_k = ctx.sizes
-        product, weights_gradient, _ = gemms
+        product, weights_gradient = gemms.product, gemms.weights_gradient
         grad_y = grad_y.contiguous()
         grad_h = product(grad_y, w_out.transpose(1, 2), offs)
-        grad_inner = SWIGLU_BACKWARD(grad_h, y, offs, counts, alignment, 0)
+        grad_inner = SWIGLU_BACKWARD(grad_h, y, offs, counts, returning.alignment, 0)
         del grad_h
         rows = product(grad_inner, w_in.transpose(1, 2), offs) if asks_x else None
         scalars = grad_weights.contiguous() if asks_weights else None
-        topk_idx, send_rows, arrivals, offs, counts = route
-        start = DispatchBackwardStartArgs(
-            grad_recv_x=rows, grad_recv_weights=scalars, topk_idx=topk_idx, send_rows=send_rows, arrivals=arrivals,
-            offs=offs, counts=counts, alignment=alignment, max_tokens=max_tokens, comm=comm, layout=layout,
-            flight=flight,
-        )  # fmt: skip
-        ticket = DISPATCH_BACKWARD_START.call(start)
-        given = [tensor for tensor in (rows, scalars, *route) if tensor is not None]  # alive until the wait
-        end_of_start = DispatchBackwardWaitArgs(
-            ticket=ticket, given=given, dtype=ctx.dtype, tokens=tokens, hidden=hidden if asks_x else 0,
-            top_k=top_k if asks_weights else 0, comm=comm, flight=flight,
-        )  # fmt: skip
-        wait = functools.partial(DISPATCH_BACKWARD_WAIT.call, end_of_start)
-        try:
-            grad_in = weights_gradient(recv_x, grad_inner, offs) if asks_in else None
-            grad_out = weights_gradient(h, grad_y, offs) if asks_out else None
-        except BaseException:
-            end(wait)
-            raise
-        home_x, home_weights = wait()
-        home = home_x if asks_x else None, home_weights if asks_weights else None
-        return *home, grad_in, grad_out, *(None for _ in range(8))
 
+        def matrices() -> tuple[Tensor | None, Tensor | None]:
+            of_in = weights_gradient(recv_x, grad_inner, offs) if asks_in else None
+            return of_in, weights_gradient(h, grad_y, offs) if asks_out else None
 
-def end(wait: Callable[[], Any]) -> None:
-    """Complete a started operation whose results nobody will use, because an exception was raised before its wait."""
-    with contextlib.suppress(RuntimeError), torch.no_grad():
-        wait()
+        *home, of_weights = while_returning(rows, scalars, route, returning, ctx.sizes, ctx.dtype, matrices)
+        return *home, *of_weights, *(None for _ in range(8))

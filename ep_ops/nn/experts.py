@@ -14,15 +14,17 @@ from ep_ops import inputs
 from ep_ops.communicator import Communicator, reject_destroyed
 from ep_ops.formats import combine_format_problem, format_of, reject_hidden
 from ep_ops.nn.apart import check_averaging
-from ep_ops.nn.expert_mlp import Computed, SentTokens, end, expert_mlp, expert_rows, is_late
+from ep_ops.nn.expert_mlp import Computed, expert_mlp, expert_rows, is_late
 from ep_ops.nn.expert_module import ExpertModule, check_split, fill_experts
 from ep_ops.nn.gemms import choose
 from ep_ops.nn.grouped import Gemms
+from ep_ops.nn.late import SentTokens, end
 from ep_ops.nn.scaled import ROW
+from ep_ops.nn.token_major import How, Rows, check_rows
 from ep_ops.operators.eager import fits, is_transformed, misfit
 from ep_ops.operators.rejection import reject
 from ep_ops.overflow import recomputing
-from ep_ops.records import check_types
+from ep_ops.records import GROUPED, check_types
 
 logger = logging.getLogger("ep_ops")
 
@@ -42,8 +44,9 @@ class Experts(ExpertModule):
         comm: determines the number of experts, the hidden size H, and which experts this rank holds. Its
             ``experts_per_rank`` must be the default, which splits experts as ``Shard(0)`` does.
         intermediate_size: F, the width of each expert.
-        capacity: number of rows of this rank's receive buffer, a multiple of ``comm.alignment``. Rows that do not fit
-            are dropped and counted in ``dropped``. None: ``comm.capacity()``, the worst case, without drops.
+        capacity: number of rows of this rank's receive buffer, a multiple of ``comm.alignment``; with token-major rows,
+            any number of copies. Rows that do not fit are dropped and counted in ``dropped``. None: the worst case,
+            without drops: ``comm.capacity()``, or as many copies as all ranks have tokens.
         dynamic: allocate exactly as many rows as arrive, which costs one host synchronization per call. Under
             ``torch.compile(fullgraph=True)`` set ``torch._dynamo.config.capture_dynamic_output_shape_ops = True``.
         format: format in which rows are dispatched (docs/formats.md). Empty: the communicator's dtype. A format that
@@ -59,22 +62,34 @@ class Experts(ExpertModule):
             (:func:`ep_ops.nn.few_rows_mlp`), with the gradients of "torch"; for bfloat16 and float16 and sizes that are
             multiples of 8. "auto": "memory" in calls without gradients in which experts have at most 64 rows on
             average, if the backend is ``cute``; else "torch". An :class:`ep_ops.nn.Gemms`: your own.
+        rows: which rows this rank receives, the same on all ranks. "grouped": one for each (token, local expert), by
+            expert. "token_major": one for each token that has an expert here. Then backward keeps the received rows
+            [R, H] and the output of the first GEMM [L, 2F], R copies of tokens and L places; with "grouped" it also
+            keeps the input and the output of the second GEMM, and R = L. "memory" kernels run without gradients only.
+        places: for token-major rows, the number L of rows of the GEMMs, a multiple of ``comm.alignment``: one for each
+            (token, local expert), padded by expert. None: as many as the copies can need, if the ids of a token are
+            distinct. (token, k) that find no place are dropped.
+        redispatch: for token-major rows, whether backward dispatches x again instead of keeping the received rows, with
+            the same bits. The same on all ranks.
 
     Raises:
         TypeError: ``comm`` is not a communicator, or ``gemms`` is neither a name nor GEMMs.
-        ValueError: a size, a format, ``gemms`` or the split of the experts is not supported.
+        ValueError: a size, a format, ``gemms``, ``rows``, ``places``, ``redispatch`` or the split of the experts is not
+            supported.
 
     Attributes:
         gemms (str | Gemms): as the argument.
-        dropped (Tensor): int32 [El], number of rows that each local expert has dropped since the module was created.
+        dropped (Tensor): int32 [El], for each local expert the number of (token, k) that were dropped since the module
+            was created. With token-major rows all (token, k) of a copy that does not fit count, and those that find no
+            place.
     """
 
-    dropped: Tensor  # [El] int32: rows dropped by each local expert since the module was created
+    dropped: Tensor  # [El] int32: (token, k) dropped by each local expert since the module was created
 
     def __init__(
         self, comm: Communicator, intermediate_size: int, *, capacity: int | None = None, dynamic: bool = False,
         format: str = "", combine_format: str = "", dtype: torch.dtype | None = None, seed: int = 0,
-        gemms: str | Gemms = "auto",
+        gemms: str | Gemms = "auto", rows: str = GROUPED, places: int | None = None, redispatch: bool = False,
     ) -> None:  # fmt: skip
         check_types(Communicator, comm=comm)
         reject_destroyed(comm)
@@ -91,6 +106,8 @@ class Experts(ExpertModule):
         if dynamic and capacity is not None:
             raise ValueError(f"capacity is {capacity} and dynamic is True; allowed: one of the two")
         check_split(comm, "Experts")
+        check_rows(Rows(rows, places, redispatch), comm, dynamic, format)
+        self.rows, self.places, self.redispatch = rows, places, redispatch
         self.gemms = gemms
         chosen = choose(comm, gemms, intermediate_size, format)
         logger.info("Experts of communicator %s: gemms=%r selects %s", comm.name, gemms, chosen)
@@ -144,7 +161,8 @@ class Experts(ExpertModule):
         done = expert_mlp(
             self.comm, x, topk_idx, topk_weights, self.local_weight("w_in"), self.local_weight("w_out"),
             capacity=self.capacity, exact=self.dynamic, max_tokens=max_tokens, format=self.format,
-            combine_format=self.combine_format, gemms=self.gemms,
+            combine_format=self.combine_format, gemms=self.gemms, rows=self.rows, places=self.places,
+            redispatch=self.redispatch,
         )  # fmt: skip
         self._count(done.dropped)
         if added is not None:
@@ -172,11 +190,12 @@ class Experts(ExpertModule):
         self.check_tokens(x, max_tokens, split=True, flight=flight)
         chosen = choose(self.comm, self.gemms, self.w_out.shape[1], self.format)
         late = is_late(chosen.gemms, self.format, (x, topk_weights), tuple(self.parameters()))
+        how = How(Rows(self.rows, self.places, self.redispatch), False, self.format, late, split=True)
         zeros = torch.is_grad_enabled()
         with torch.set_grad_enabled(zeros and not late):
             dispatch = self.comm.dispatch_start(
-                x, topk_idx, topk_weights, capacity=self.capacity, max_tokens=max_tokens, flight=flight,
-                format=self.format, zeros=zeros,
+                x, topk_idx, topk_weights, layout=self.rows, capacity=self.capacity, max_tokens=max_tokens,
+                flight=flight, format=self.format, zeros=zeros,
             )  # fmt: skip
         try:
             added = None if shared is None else shared(x)
@@ -186,10 +205,10 @@ class Experts(ExpertModule):
             raise
         with torch.set_grad_enabled(zeros and not late):
             received = self.comm.dispatch_wait(dispatch)
-        self._count(received.dropped)
         w_in, w_out = self.local_weight("w_in"), self.local_weight("w_out")
-        sent = SentTokens(self.comm, x, topk_weights, flight) if late else None
-        y, weights = expert_rows(received, w_in, w_out, chosen, sent)
+        sent = SentTokens(self.comm, x, topk_weights, flight)
+        y, weights, dropped = expert_rows(received, w_in, w_out, chosen, sent, how)
+        self._count(dropped)
         combine = self.comm.combine_start(y, received.route, weights, format=self.combine_format, flight=flight)
         try:
             yield None
@@ -197,7 +216,7 @@ class Experts(ExpertModule):
             end(functools.partial(self.comm.combine_wait, combine))
             raise
         out = self.comm.combine_wait(combine)
-        yield Computed(out if added is None else out + added, received.dropped)
+        yield Computed(out if added is None else out + added, dropped)
 
     def splits(self, shared: Callable[[Tensor], Tensor] | None) -> bool:
         """Return whether :meth:`forward` uses split operations, so that ``shared`` runs while rows are sent."""

@@ -73,7 +73,15 @@ def few_rows_mlp(x: Tensor, w_in: Tensor, w_out: Tensor, route: Route, ranks: in
     for name, w in (("w_in", w_in), ("w_out", w_out)):
         if w.dtype != x.dtype:
             raise TypeError(f"{name} has dtype {w.dtype}; allowed: {x.dtype}, the dtype of x")
-    return _FEW_ROWS_MLP(x, w_in, w_out, *segments, route.max_tokens, route.topk_idx.shape[1], ranks)
+    return few_rows(x, w_in, w_out, segments, route.max_tokens, route.topk_idx.shape[1], ranks)
+
+
+def few_rows(
+    x: Tensor, w_in: Tensor, w_out: Tensor, segments: Segments, max_tokens: int, top_k: int, ranks: int
+) -> Tensor:
+    """Return the outputs of SwiGLU experts for the rows of segments, as :func:`few_rows_mlp` does for those of a
+    route."""
+    return _FEW_ROWS_MLP(x, w_in, w_out, *segments, max_tokens, top_k, ranks)  # type: ignore[no-any-return]
 
 
 # The operator takes rows, weights, offs, counts, alignment, the bound on the tokens of a rank, top_k, and the number of

@@ -1,12 +1,14 @@
 """The operators behind ``lists`` and ``places``: kernels on GPUs that the ``cute`` backend supports, else plain
 PyTorch.
 
-They do not synchronize the host. The first call compiles a kernel; it must come before the capture of a CUDA graph.
+They do not synchronize the host, except ``exact_lists``. The first call compiles a kernel; it must come before the
+capture of a CUDA graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +66,16 @@ def _lists(local_idx: Tensor, num_local_experts: int, alignment: int, length: in
     some = torch.cat([flat, last])[torch.where(held < num_local_experts, torch.minimum(at, end - 1), length)]
     rows = some // local_idx.shape[1]
     return rows.int(), flat.int(), places.int(), offs.int(), counts.int(), (asked - counts).int()
+
+
+def _fake_exact(local_idx: Tensor, num_local_experts: int, alignment: int) -> tuple[Tensor, ...]:
+    length: Any = torch.library.get_ctx().new_dynamic_size()
+    return _fake_lists(local_idx, num_local_experts, alignment, length)
+
+
+def _exact(local_idx: Tensor, num_local_experts: int, alignment: int) -> tuple[Tensor, ...]:
+    named = (local_idx.flatten() + 1).clamp(max=num_local_experts).long().bincount(minlength=num_local_experts + 1)
+    return _lists(local_idx, num_local_experts, alignment, int(round_up(named[1:], alignment).sum()))
 
 
 def _fake_route(
@@ -141,6 +153,11 @@ expert_lists = define(
     "expert_lists(Tensor local_idx, int num_local_experts, int alignment, SymInt length)"
     " -> (Tensor rows, Tensor flat, Tensor places, Tensor offs, Tensor counts, Tensor dropped)",
     _lists, _fake_lists,
+)  # fmt: skip
+exact_lists = define(
+    "exact_lists(Tensor local_idx, int num_local_experts, int alignment)"
+    " -> (Tensor rows, Tensor flat, Tensor places, Tensor offs, Tensor counts, Tensor dropped)",
+    _exact, _fake_exact,
 )  # fmt: skip
 places_route = define(
     "places_route(Tensor topk_idx, Tensor send_rows, Tensor arrivals, Tensor places, SymInt num_places, int rank,"

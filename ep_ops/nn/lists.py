@@ -56,11 +56,12 @@ class ExpertLists(NamedTuple):
 
 
 def expert_lists(
-    local_idx: Tensor, num_local_experts: int, *, alignment: int = 1, capacity: int | None = None
+    local_idx: Tensor, num_local_experts: int, *, alignment: int = 1, capacity: int | None = None, exact: bool = False
 ) -> ExpertLists:
     """Return the lists of token-major rows.
 
-    The list of an expert contains the (row, k) that name it, in this order. Does not wait for the device.
+    The list of an expert contains the (row, k) that name it, in this order. Does not wait for the device, unless
+    ``exact`` is True.
 
     Args:
         local_idx: local expert of each (row, k), int32 [R, K], -1 for none: ``Dispatched.local_idx``.
@@ -68,20 +69,27 @@ def expert_lists(
         alignment: each list is padded to a multiple of this number of places, at least 1.
         capacity: number of places L, a multiple of ``alignment``. None: the largest number that R rows can need.
             (row, k) that do not fit are dropped and counted.
+        exact: whether there are exactly as many places as the lists need, padding included, which synchronizes the host
+            once. Cannot be combined with ``capacity``.
 
     Returns:
         ExpertLists: the lists.
 
     Raises:
         TypeError: ``local_idx`` is not a tensor.
-        ValueError: ``alignment`` or ``capacity`` is out of range, or, on CPUs, an id is out of range. On GPUs ids are
-            not checked, and the result for an invalid one is undefined.
+        ValueError: ``alignment`` or ``capacity`` is out of range, ``exact`` is given with a capacity, or, on CPUs, an
+            id is out of range. On GPUs ids are not checked, and the result for an invalid one is undefined.
     """
     check_types(Tensor, local_idx=local_idx)
     if alignment < 1:
         raise ValueError(f"alignment is {alignment}; allowed: an int of at least 1")
     if capacity is not None and (capacity < alignment or capacity % alignment):
         raise ValueError(f"capacity is {capacity}; allowed: positive multiples of alignment {alignment}")
+    if exact:
+        if capacity is not None:
+            raise ValueError(f"capacity is {capacity} and exact is True; allowed: one of the two")
+        rows, flat, places, offs, counts, dropped = operators.exact_lists(local_idx, num_local_experts, alignment)
+        return ExpertLists(rows, flat, places, offs, counts, dropped, alignment)
     taken = local_idx.shape[0] * local_idx.shape[1]
     room = places_at_most(taken, num_local_experts, alignment)
     length = room if capacity is None else min(capacity, room)

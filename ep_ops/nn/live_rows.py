@@ -181,6 +181,39 @@ def _backward(grad: Tensor, x: Tensor, *along: Any) -> Tensor:
     return out
 
 
+def _fake_weighted(grad: Tensor, x: Tensor, weights: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), grad.new_empty(grad.shape), weights.new_empty(weights.shape)
+
+
+def _weighted_backward(
+    grad: Tensor, x: Tensor, weights: Tensor, offs: Tensor, counts: Tensor, alignment: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of weight * SwiGLU(x) and its value. ``grad`` is the gradient of the weighted result.
+
+    Results: the gradient of x [R, 2F], the weighted result [R, F], and the gradient of the weights [R], which is the
+    dot product of ``grad`` and SwiGLU(x) in fp32 (fp64 for float64 rows).
+    """
+    segments, hidden = Segments(offs, counts, alignment), grad.shape[1]
+    kernels = kernels_of(x, hidden)
+    made = _fake_weighted(grad, x, weights)
+    if kernels is None:
+        kept, live = _covered(x, segments)
+        (gate, up), own = _wide(x, kept).chunk(2, 1), _wide(grad, kept)
+        share, by = torch.sigmoid(gate), torch.where(kept[:, 0], weights, 0).to(own.dtype)[:, None]
+        out = gate * share * up
+        dots = (own * out).sum(1)
+        own = own * by
+        both = torch.cat([own * up * share * (1 + gate * (1 - share)), own * (gate * share)], 1)
+        for result, values in zip(made, (both, out * by), strict=False):
+            result.copy_(torch.where(live, values.to(x.dtype), torch.nan))
+        made[2].copy_(torch.where(live[:, 0], dots, torch.nan))
+        return made
+    kernels.swiglu_weighted(
+        _kernel(x, hidden, True, "", "", True), *map(kernels.readable, (x, grad, weights)), made, segments
+    )
+    return made
+
+
 def _fake_quantized(
     x: Tensor, offs: Tensor, counts: Tensor, alignment: int, slots: int, format: str, layout: str
 ) -> tuple[Tensor, Tensor]:
@@ -240,6 +273,10 @@ def _gradient(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
 
 SWIGLU = define(f"swiglu(Tensor x, {_ROWS}) -> Tensor out", _swiglu, _fake_swiglu)
 SWIGLU_BACKWARD = define(f"swiglu_backward(Tensor grad, Tensor x, {_ROWS}) -> Tensor grad_x", _backward, _fake_backward)
+SWIGLU_WEIGHTED_BACKWARD = define(
+    "swiglu_weighted_backward(Tensor grad, Tensor x, Tensor weights, Tensor offs, Tensor counts, int alignment)"
+    " -> (Tensor grad_x, Tensor out, Tensor grad_weights)", _weighted_backward, _fake_weighted,
+)  # fmt: skip
 _SWIGLU_QUANTIZED = define(
     f"swiglu_quantized(Tensor x, {_ROWS}, str format, str layout) -> (Tensor codes, Tensor scales)", _quantized,
     _fake_quantized,

@@ -21,7 +21,7 @@ from ep_ops.nn.experts import Experts, check_size, default_device, draw_expert
 from ep_ops.nn.grouped import Gemms
 from ep_ops.nn.losses import expert_counts
 from ep_ops.nn.routing import Router
-from ep_ops.records import check_types
+from ep_ops.records import GROUPED, check_types
 
 
 class Routing(NamedTuple):
@@ -36,7 +36,7 @@ class Routing(NamedTuple):
     counts: Tensor
     """int64 [E]: how often this rank's tokens chose each expert."""
     dropped: Tensor
-    """int32 [El]: number of rows that each local expert dropped in this call, from the tokens of all ranks."""
+    """int32 [El]: number of (token, k) that each local expert dropped in this call, from the tokens of all ranks."""
 
 
 class MoELayer(nn.Module):
@@ -47,8 +47,8 @@ class MoELayer(nn.Module):
 
     Args:
         comm: determines the number of experts, top_k, hidden size H, dtype, and which experts this rank holds.
-        intermediate_size, capacity, dynamic, format, combine_format, dtype, seed, gemms: as for
-            :class:`ep_ops.nn.Experts`.
+        intermediate_size, capacity, dynamic, format, combine_format, dtype, seed, gemms, rows, places, redispatch: as
+            for :class:`ep_ops.nn.Experts`.
         router: a module that returns (topk_idx, topk_weights, logits) for x, as described by :class:`ep_ops.nn.Routed`.
             None: ``Router(E, H, top_k)``, a softmax router.
         shared_intermediate_size: width of a shared expert, which processes every token on the rank of the token. It
@@ -56,13 +56,15 @@ class MoELayer(nn.Module):
 
     Raises:
         TypeError: ``comm`` is not a communicator.
-        ValueError: a size, a format, ``gemms`` or the split of the experts is not supported.
+        ValueError: a size, a format, ``gemms``, ``rows``, ``places``, ``redispatch`` or the split of the experts is not
+            supported.
     """
 
     def __init__(
         self, comm: Communicator, intermediate_size: int, *, router: nn.Module | None = None,
         capacity: int | None = None, dynamic: bool = False, shared_intermediate_size: int = 0, format: str = "",
         combine_format: str = "", dtype: torch.dtype | None = None, seed: int = 0, gemms: str | Gemms = "auto",
+        rows: str = GROUPED, places: int | None = None, redispatch: bool = False,
     ) -> None:  # fmt: skip
         check_types(Communicator, comm=comm)
         check_complete(comm, type(self).__name__)
@@ -74,7 +76,7 @@ class MoELayer(nn.Module):
         self.router = router
         self.experts = Experts(
             comm, intermediate_size, capacity=capacity, dynamic=dynamic, format=format, combine_format=combine_format,
-            dtype=dtype, seed=seed, gemms=gemms,
+            dtype=dtype, seed=seed, gemms=gemms, rows=rows, places=places, redispatch=redispatch,
         )  # fmt: skip
         dtype = comm.dtype if dtype is None else dtype
         self.shared = shared_expert(comm.hidden_size, shared_intermediate_size, dtype, device, seed)

@@ -59,6 +59,23 @@ class Rows:
         gate, up = self.x[self.kept].double().chunk(2, 1)
         return gate / (1 + (-gate).exp()) * up
 
+    def launch_weighted(self, kernel: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Weights, the gradient of x, the weighted result, and the gradients of the weights."""
+        weights = self.of.poisoned(1, torch.float32, self.draw)
+        ints = [torch.tensor(values, dtype=torch.int32) for values in (self.of.offs, self.of.counts)]
+        at = dict(zip(("offs", "counts"), (self.memory.put(each, "ints") for each in ints), strict=True))
+        for name, values in (("x", self.x), ("grad", self.grad), ("weights", weights)):
+            at[name] = put_bytes(self, values, name)
+        shapes = {"out": (self.rows, 2 * self.hidden), "made": (self.rows, self.hidden), "dots": (self.rows, 1)}
+        made = {name: self.memory.take(4 * math.prod(shape), name) for name, shape in shapes.items()}
+        args = numbered(
+            kernel.Args, **at, **made, scales=0, num_rows=self.rows, slots=0, experts=len(self.of.counts),
+            alignment=self.alignment, blocks=self.draw.randint(1, 2),
+        )  # fmt: skip
+        run([Launch(kernel, args)], self.draw)
+        got = (self.memory.tensor(made[name], shape, torch.float32) for name, shape in shapes.items())
+        return weights, *got  # type: ignore[return-value]
+
     def wanted_gradient(self) -> Tensor:
         exact = self.x[self.kept].double().requires_grad_()
         gate, up = exact.chunk(2, 1)
@@ -81,6 +98,19 @@ def forward(draw: random.Random, backward: bool, hidden: int, slots: int = 0, ex
     width = 2 * hidden if backward else hidden
     out, _ = on.launch(SwiGLURows(hidden, "fp32", backward), 4 * on.rows * width)
     on.check(on.memory.tensor(out, (on.rows, width), torch.float32), on.wanted_gradient() if backward else on.wanted())
+
+
+def weighted(draw: random.Random, hidden: int, experts: int = 5) -> None:
+    from cute_kernels.local.swiglu import SwiGLURows
+
+    on = Rows(draw, hidden, 0, experts, draw.choice([1, 3]) if experts > 32 else 4)
+    weights, of_x, made, dots = on.launch_weighted(SwiGLURows(hidden, "fp32", True, weighted=True))
+    by = weights[on.kept].double()
+    on.check(of_x, on.wanted_gradient() * by)
+    on.check(made, on.wanted() * by)
+    products = on.wanted() * on.grad[on.kept].double()
+    assert ((dots[on.kept].double() - products.sum(1, True)).abs() <= 1e-5 * products.abs().sum(1, True)).all()
+    assert (dots[on.padding] == 0).all() and (dots[~on.live].view(torch.int32) == POISON).all()
 
 
 def cast(draw: random.Random, name: str, layout: str, hidden: int, slots: int = 0) -> None:
@@ -120,6 +150,7 @@ CHECKS = {
     "swiglu_many_experts": lambda draw: forward(draw, draw.random() < 0.5, 8, experts=71),
     "swiglu_slots": lambda draw: forward(draw, draw.random() < 0.5, 36, slots=8),
     "swiglu_backward": lambda draw: forward(draw, True, draw.choice([4, 132, 388])),
+    "swiglu_weighted": lambda draw: weighted(draw, draw.choice([4, 132, 388, 1040]), draw.choice([5, 5, 40])),
     "swiglu_pow2": lambda draw: cast(draw, "128/pow2", draw.choice(["rows", "columns", "packed"]), 640),
     "swiglu_fp32": lambda draw: cast(draw, "128/fp32", draw.choice(["rows", "columns"]), 256, slots=4),
     "swiglu_mx": lambda draw: cast(draw, "32/mx", draw.choice(["rows", "packed"]), 160, draw.choice([0, 4])),

@@ -16,6 +16,9 @@ from cute_kernels.local.swiglu import SwiGLURows
 LOADS, STORES = "ld.global.L1::no_allocate.v4", "st.global.L1::no_allocate.v4"
 PLAIN = [SwiGLURows(hidden, dtype, backward) for hidden, dtype in ((2048, "bf16"), (768, "fp16"), (36, "fp32"))
          for backward in (False, True)]  # fmt: skip
+WEIGHTED = [
+    SwiGLURows(hidden, dtype, True, weighted=True) for hidden, dtype in ((2048, "bf16"), (768, "fp16"), (36, "fp32"))
+]
 POW2 = "e4m3/128/pow2"
 QUANTISED = [
     *(SwiGLURows(2048, "bf16", False, POW2, layout) for layout in ("rows", "columns", "packed")),
@@ -44,6 +47,15 @@ def test_plain(kernel: SwiGLURows, arch: str) -> None:
     assert ptx.rindex(LOADS) < ptx.index("ex2.approx")
 
 
+@pytest.mark.parametrize(("kernel", "arch"), compiled(WEIGHTED), ids=str)
+def test_weighted(kernel: SwiGLURows, arch: str) -> None:
+    """Each operand and each result once, by 16 bytes, and one number a row of the dot products."""
+    ptx = compiled_ptx(kernel, arch)
+    assert ".local" not in ptx and not re.search(r"\bdiv\.\w+\.f32", ptx)
+    assert count(ptx, LOADS) == 3 * kernel.ahead and 3 <= count(ptx, STORES) / kernel.ahead <= 4
+    assert len(re.findall(r"\bst\.global\.f32", ptx)) == 1 and ptx.count("shfl.sync.bfly") == 5
+
+
 @pytest.mark.parametrize(("kernel", "arch"), compiled(QUANTISED), ids=str)
 def test_quantized(kernel: SwiGLURows, arch: str) -> None:
     """What is quantized never leaves in its own dtype; padding alone is stored by 16 bytes."""
@@ -56,11 +68,11 @@ def test_quantized(kernel: SwiGLURows, arch: str) -> None:
 
 def test_registers() -> None:
     """Four blocks fit on a multiprocessor; nothing is spilled."""
-    for kernel, arch in compiled([*PLAIN, *QUANTISED, SwiGLURows(2048, "fp32", True)]):
+    for kernel, arch in compiled([*PLAIN, *WEIGHTED, *QUANTISED, SwiGLURows(2048, "fp32", True)]):
         made = built(kernel, arch)
         assert made.registers <= 64 and made.stack_bytes == 0, (kernel, made.registers)
 
 
 def test_each_has_a_file_of_its_own() -> None:
-    kernels = (*PLAIN, *QUANTISED)
+    kernels = (*PLAIN, *WEIGHTED, *QUANTISED)
     assert len({object_name(kernel, "sm_90a") for kernel in kernels}) == len(kernels)

@@ -43,8 +43,21 @@ def swiglu(
 ) -> None:  # fmt: skip
     rows, experts = x.shape[0], segments.offs.shape[0]
     if experts:
-        tensors = x, grad, out, scales, segments.offs, segments.counts
+        tensors = x, grad, None, out, scales, None, None, segments.offs, segments.counts
         _launch(kernel, rows, x.device, tensors, rows, slots, experts, segments.alignment)
+
+
+def swiglu_weighted(
+    kernel: SwiGLURows, x: Tensor, grad: Tensor, weights: Tensor, made: tuple[Tensor, Tensor, Tensor],
+    segments: Segments,
+) -> None:  # fmt: skip
+    """Run the backward of SwiGLU times weights. `made`: the gradient of x, the weighted result, and the gradients of
+    the weights."""
+    grad_x, out, dots = made
+    rows, experts = x.shape[0], segments.offs.shape[0]
+    if experts:
+        tensors = x, grad, weights, grad_x, None, out, dots, segments.offs, segments.counts
+        _launch(kernel, rows, x.device, tensors, rows, 0, experts, segments.alignment)
 
 
 def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor) -> None:

@@ -1,0 +1,373 @@
+"""SwiGLU experts on token-major rows: values and gradients against a dense model in fp64, the bits of grouped rows, and
+what backward keeps, eager and compiled."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import cases
+import pytest
+import tokens as oracle
+import torch
+import toy
+from cases import RouteCase, Tokens
+from ranks import run_ranks
+from test_reference import communicator
+from torch import Tensor
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import ep_ops
+from ep_ops.nn import TORCH, Computed, Experts, MoELayer, expert_mlp, interleave
+from ep_ops.nn.live_rows import SWIGLU_WEIGHTED_BACKWARD
+from ep_ops.operators import SAVE_FOR_CHECKPOINT
+
+LATE = TORCH._replace(late=True)
+HIDDEN, WIDTH = 6, 5
+HOWS: dict[str, dict[str, Any]] = {
+    "plain": {}, "redispatch": {"redispatch": True}, "late": {"gemms": LATE},
+    "late redispatch": {"gemms": LATE, "redispatch": True}, "exact": {"exact": True},
+    "exact redispatch": {"exact": True, "redispatch": True}, "checkpoint": {}, "late checkpoint": {"gemms": LATE},
+    "selective": {}, "twice": {"redispatch": True}, "few places": {},
+}  # fmt: skip
+
+
+def dense(x: Tensor, idx: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, kept: Tensor) -> Tensor:
+    """On one rank that holds all experts. kept: (token, k) that count."""
+    out = torch.zeros_like(x)
+    for k in range(idx.shape[1]):
+        for expert in range(w_in.shape[0]):
+            at = (idx[:, k] == expert) & kept[:, k]
+            gate, up = (x[at] @ w_in[expert]).chunk(2, 1)
+            out[at] += weights[at, k, None] * ((gate * torch.sigmoid(gate) * up) @ w_out[expert])
+    return out
+
+
+def run_one(comm: ep_ops.Communicator, how: str, sizes: dict[str, Any], leaves: list[Tensor], idx: Tensor) -> Any:
+    given = {**HOWS[how], **sizes, "rows": "token_major"}
+
+    def call(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        x, weights, w_in, w_out = tensors
+        return expert_mlp(comm, x, idx, weights, w_in, w_out, **given)
+
+    if "checkpoint" in how:
+        return checkpoint(call, *leaves, use_reentrant=False)
+    if how == "selective":
+        contexts = functools.partial(create_selective_checkpoint_contexts, SAVE_FOR_CHECKPOINT)
+        return checkpoint(call, *leaves, use_reentrant=False, context_fn=contexts)
+    return call(*leaves)
+
+
+def _experts(
+    case: RouteCase, tokens: list[Tokens], matrices: list[Tensor], room: list[int], places: list[int]
+) -> dict[str, list[Tensor]]:  # fmt: skip
+    rank, found = torch.distributed.get_rank(), {}
+    with communicator(case, HIDDEN, torch.float64) as comm:
+        held = slice(comm.first_local_expert, comm.first_local_expert + comm.num_local_experts)
+        idx = case.topk_idx[rank]
+        for how in HOWS:
+            start = tokens[rank].x, tokens[rank].weights, *(w[held] for w in matrices)
+            leaves = [each.clone().requires_grad_() for each in start]
+            sizes: dict[str, Any] = {"max_tokens": case.max_tokens}
+            if "exact" not in how:
+                sizes |= {"capacity": room[rank], "places": places[rank]}
+            if how == "few places":
+                sizes["places"] = case.alignment
+            results = [run_one(comm, how, sizes, leaves, idx) for _ in range(2 if how == "twice" else 1)]
+            for out, _ in results:
+                out.sin().sum().backward()
+            found[how] = [results[0][0].detach(), *(leaf.grad for leaf in leaves), results[0][1]]
+    return found
+
+
+def _kept(case: RouteCase, copies: list[oracle.Copies], places: list[int]) -> tuple[list[Tensor], list[list[int]]]:
+    """Which (token, k) count, and how many of each local expert do not."""
+    kept = [torch.zeros(idx.shape, dtype=torch.bool) for idx in case.topk_idx]
+    lost = []
+    for rank, here in enumerate(copies):
+        begin, dropped = 0, here.dropped.tolist()
+        for expert in range(case.experts_per_rank[rank]):
+            number = 0
+            for row, (owner, token) in enumerate(here.rows):
+                for k, local in enumerate(here.local_idx[row].tolist()):
+                    if local == expert:
+                        fits = begin + number < places[rank]
+                        kept[owner][token, k] = fits
+                        dropped[expert] += not fits
+                        number += fits
+            begin += -(-number // case.alignment) * case.alignment
+        lost.append(dropped)
+    return kept, lost
+
+
+@pytest.mark.parametrize(("world_size", "name", "room"), [
+    (1, "random_with_none", "all"), (2, "random", "few"), (2, "no_tokens_on_last_rank", "all"),
+    (2, "repeated_experts", "all"), (3, "uneven_experts", "few"), (2, "only_none", "all"),
+])  # fmt: skip
+def test_equal_to_a_dense_model(world_size: int, name: str, room: str) -> None:
+    """Values, gradients and drops: in both orders, dispatched again, with exact sizes, checkpointed, called twice."""
+    seed = cases.fresh_seed()
+    case = cases.route_cases(world_size, seed)[name]
+    capacity = oracle.rooms(case, room)
+    assert capacity is not None
+    tokens = cases.random_tokens(case, HIDDEN, torch.float64, seed)
+    draw = torch.Generator().manual_seed(seed + 5)
+    shapes = (case.num_experts, HIDDEN, 2 * WIDTH), (case.num_experts, WIDTH, HIDDEN)
+    matrices = [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
+    align = case.alignment
+    places = [(rows * case.top_k + held * (align - 1)) // align * align + align
+              for rows, held in zip(capacity, case.experts_per_rank, strict=True)]  # fmt: skip
+    results = run_ranks(world_size, _experts, case, tokens, matrices, capacity, places)
+
+    for how in HOWS:
+        copies = oracle.expected_copies(case, None if "exact" in how else capacity)
+        room_of = {"few places": [align] * world_size}.get(how, [10**6] * world_size if "exact" in how else places)
+        kept, lost = _kept(case, copies, room_of)
+        w_in, w_out = (w.clone().requires_grad_() for w in matrices)
+        outs, inputs = [], []
+        for source, idx in enumerate(case.topk_idx):
+            x, weights = (t.clone().requires_grad_() for t in (tokens[source].x, tokens[source].weights))
+            inputs += [x, weights]
+            outs.append(dense(x, idx, weights, w_in, w_out, kept[source]))
+        loss = sum(out.sin().sum() for out in outs) * (2 if how == "twice" else 1)
+        grads = torch.autograd.grad(loss, [*inputs, w_in, w_out], allow_unused=True, materialize_grads=True)
+        first = 0
+        for rank, result in enumerate(results):
+            held = slice(first, first + case.experts_per_rank[rank])
+            first += case.experts_per_rank[rank]
+            *got, dropped = result[how]
+            wanted = [outs[rank], *grads[2 * rank : 2 * rank + 2], grads[-2][held], grads[-1][held]]
+            for one, other in zip(got, wanted, strict=True):
+                torch.testing.assert_close(one, other, msg=lambda text, how=how: f"{how}: {text}")
+            assert dropped.tolist() == lost[rank], how
+
+
+# ---------------------------------------------------------------------- layers
+
+
+H, F, E, K, TOKENS = 32, 24, 5, 2, 16
+SIZES = dict(num_experts=E, hidden_size=H, top_k=K, max_tokens_per_rank=TOKENS, device="cpu", backend="reference")
+
+
+def layer_of(comm: ep_ops.Communicator, **options: Any) -> MoELayer:
+    return MoELayer(comm, F, seed=3, **options)
+
+
+def trained(layer: MoELayer, x: Tensor, run: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Output, gradients and drops of one step."""
+    x = x.clone().requires_grad_()
+    out = run(x)
+    out.float().sin().sum().backward()
+    found = {"out": out.detach(), "x": x.grad, "dropped": layer.experts.dropped.clone()}
+    found |= {name: p.grad for name, p in layer.named_parameters()}
+    return {name: getattr(value, "_local_tensor", value) for name, value in found.items()}
+
+
+def turns(layer: MoELayer, x: Tensor) -> Tensor:
+    half = x.shape[0] // 2
+    return torch.cat(interleave(layer.steps(x[:half], 0), layer.steps(x[half:], 1)))
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {}, "redispatch": {"redispatch": True}, "late": {"gemms": LATE}, "dynamic": {"dynamic": True},
+    "late redispatch": {"gemms": LATE, "redispatch": True}, "shared": {"shared_intermediate_size": 8, "gemms": LATE},
+    "shared redispatch": {"shared_intermediate_size": 8, "redispatch": True},
+    "wire": {"format": "wire:e4m3/32/mx", "redispatch": True},
+}  # fmt: skip
+GROUPED = {"dynamic", "shared_intermediate_size", "format"}
+
+
+def _beside_grouped(dtype: torch.dtype, backend: str | None, ways: list[str]) -> list[tuple[str, str, bool, float]]:
+    """For each layer and way ("whole" or "turns"): forward bits, and the largest relative difference of gradients."""
+    found = []
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True
+    with ep_ops.Communicator(**SIZES, dtype=dtype) as comm:
+        draw = torch.Generator().manual_seed(comm.rank)
+        x = torch.randn(TOKENS - 3 * comm.rank, H, generator=draw).to(dtype)
+        for named in ways:
+            way, _, name = named.partition(" ")
+            options = LAYERS[name]
+            others = {key: value for key, value in options.items() if key in GROUPED}
+            torch._dynamo.reset()
+            results = []
+            for kind in (others, {**options, "rows": "token_major"}):
+                layer = layer_of(comm, **kind)
+                run = layer if way == "whole" else functools.partial(turns, layer)
+                if backend is not None and "rows" in kind:
+                    run = torch.compile(run, fullgraph=True, backend=backend)
+                results.append(trained(layer, x, run))
+            grouped, token_major = results
+            far = max(
+                float((token_major[key].double() - value.double()).norm() / value.double().norm().clamp(min=1e-9))
+                for key, value in grouped.items()
+            )
+            found.append((name, way, torch.equal(grouped["out"], token_major["out"]), far))
+    return found
+
+
+EAGER = [f"{way} {name}" for way in ("whole", "turns") for name in LAYERS if f"{way} {name}" != "turns dynamic"]
+COMPILED = ["whole redispatch", "whole dynamic", "turns late redispatch"]
+
+
+@pytest.mark.parametrize(("backend", "dtype", "most", "ways"), [
+    (None, torch.bfloat16, 2e-2, EAGER), ("aot_eager", torch.float32, 1e-5, COMPILED),
+    pytest.param("inductor", torch.bfloat16, 2e-2, ["whole late redispatch"], marks=pytest.mark.drawn),
+])  # fmt: skip
+def test_layers_beside_grouped_rows(backend: str | None, dtype: torch.dtype, most: float, ways: list[str]) -> None:
+    """Eager the same bits forward; gradients up to rounding; in one graph, forward and backward."""
+    for found in run_ranks(2, _beside_grouped, dtype, backend, ways):
+        for name, way, same, far in found:
+            assert same or backend is not None, (name, way)
+            assert far < most, (name, way, far)
+
+
+def saved_bytes(run: Callable[[], Tensor], known: list[Tensor]) -> tuple[dict[tuple[int, ...], int], int]:
+    """Bytes of floats and of ints that backward keeps, each memory once, without that of ``known``."""
+    mine = {tensor.untyped_storage().data_ptr() for tensor in known}
+    floats: dict[int, Tensor] = {}
+    ints = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal ints
+        at = tensor.untyped_storage().data_ptr()
+        if at not in mine and at not in floats:
+            if tensor.is_floating_point():
+                floats[at] = tensor
+            else:
+                ints += tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = run()
+    assert out.requires_grad
+    shapes: dict[tuple[int, ...], int] = {}
+    for tensor in floats.values():
+        shapes[tuple(tensor.shape)] = shapes.get(tuple(tensor.shape), 0) + tensor.untyped_storage().nbytes()
+    return shapes, ints
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", "aot_eager_decomp_partition"])
+@pytest.mark.parametrize("late", [False, True])
+def test_kept_bytes(late: bool, backend: str | None) -> None:
+    """Received rows and the first GEMM's output, without the rows if they are dispatched again: nothing else of their
+    sizes. Grouped rows keep the second GEMM's operands too."""
+    copies, places = 12, 32
+    with ep_ops.Communicator(**SIZES, dtype=torch.bfloat16) as comm:
+        draw = torch.Generator().manual_seed(0)
+        x = torch.randn(11, H, generator=draw).bfloat16().requires_grad_()
+        idx = torch.rand(11, E, generator=draw).argsort(1)[:, :K].int()
+        weights = torch.rand(11, K, generator=draw).requires_grad_()
+        sizes = {"grouped": {"capacity": 96}, "token_major": {"capacity": copies, "places": places}}
+        for rows, redispatch in (("token_major", False), ("token_major", True), ("grouped", False)):
+            torch._dynamo.reset()
+            experts = Experts(
+                comm, F, rows=rows, redispatch=redispatch, gemms=LATE if late else TORCH, **sizes[rows]
+            )  # fmt: skip
+
+            def call(x: Tensor, weights: Tensor, experts: Experts = experts) -> Tensor:
+                return experts(x, idx, weights)  # type: ignore[no-any-return]
+
+            run = call if backend is None else torch.compile(call, fullgraph=True, backend=backend)
+            shapes, ints = saved_bytes(lambda run=run: run(x, weights), [x, idx, weights, *experts.parameters()])
+            if rows == "grouped":
+                assert backend is not None or sum(shapes.values()) >= 96 * (2 * H + 3 * F) * 2
+                continue
+            wanted = {(places, 2 * F): places * 2 * F * 2}
+            if not redispatch:
+                wanted[copies, H] = copies * H * 2
+            large = {shape: size for shape, size in shapes.items() if size > copies * K * 4}
+            assert large == wanted, (late, backend, redispatch)
+            assert sum(shapes.values()) == sum(wanted.values()) + copies * K * 4  # and the weights
+            assert ints < 4 * (4 * places + 16 * copies + 8 * E + 11 * 2 * K + 100)
+
+
+# ---------------------------------------------------------------------- ranks that differ, and what is rejected
+
+
+def _different(options: list[dict[str, Any]]) -> list[str]:
+    rank, texts = torch.distributed.get_rank(), []
+    with ep_ops.Communicator(**SIZES, dtype=torch.float32) as comm:
+        layer = layer_of(comm, **options[rank])
+        x = torch.randn(7, H)
+        try:
+            layer(x).sum().backward()
+        except Exception as error:  # noqa: BLE001
+            texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+@pytest.mark.parametrize("second", [{}, {"rows": "token_major"}])
+def test_ranks_that_differ(second: dict[str, Any]) -> None:
+    """In rows, or in whether backward dispatches again: an error on every rank."""
+    first = {"rows": "token_major", "redispatch": bool(second)}
+    for texts in run_ranks(2, _different, [first, second]):
+        assert texts and ("ranks disagree on layout" if not second else "dispatch") in texts[0], texts
+
+
+def test_rejections() -> None:
+    with ep_ops.Communicator(**SIZES, dtype=torch.bfloat16) as comm:
+        made: Any = functools.partial(Experts, comm, 8)
+        for options, text in [
+            ({"rows": "padded"}, r"rows is 'padded'; allowed: 'grouped', 'token_major'"),
+            ({"places": 8}, r"places is 8 with rows 'grouped'; allowed only with rows 'token_major'"),
+            ({"redispatch": True}, r"redispatch is True with rows 'grouped'; allowed only with rows 'token_major'"),
+            ({"rows": "token_major", "places": 6}, r"places is 6; allowed: positive multiples of alignment 16"),
+            ({"rows": "token_major", "places": 0}, r"places is 0; allowed: positive multiples of alignment 16"),
+            ({"rows": "token_major", "places": 16, "dynamic": True}, r"places is 16 with an exact number of rows"),
+            ({"rows": "token_major", "format": "e4m3/row/fp32"}, r"format is 'e4m3/row/fp32' with rows 'token_major'"),
+        ]:
+            with pytest.raises(ValueError, match=text):
+                made(**options)
+
+
+def test_drops_are_reported() -> None:
+    """Places that do not suffice count like rows that do not fit."""
+    with toy.communicator(overflow="raise") as comm:
+        x, idx, weights = toy.inputs(9)
+        experts = Experts(comm, 8, rows="token_major", places=4)
+        done: Computed = experts(x, idx, weights, return_dropped=True)
+        assert int(done.dropped.sum()) > 0 and torch.equal(done.dropped, experts.dropped)
+        with pytest.raises(ValueError, match=rf"dropped {int(done.dropped.sum())} rows since the last check"):
+            comm.check_errors()
+
+
+def test_kernels_for_few_rows() -> None:
+    """Without gradients the kernels of decode compute token-major rows too, with the bits of grouped rows."""
+    with ep_ops.Communicator(**SIZES, dtype=torch.bfloat16) as comm:
+        x = torch.randn(9, H).bfloat16()
+        layers = [layer_of(comm, gemms="memory", **options) for options in ({}, {"rows": "token_major"})]
+        with torch.no_grad():
+            one, two = (layer(x) for layer in layers)
+        assert torch.equal(one, two)
+        one, two = (trained(layer, x, layer) for layer in layers)
+        for name, value in one.items():
+            assert float((value.double() - two[name].double()).norm()) <= 2e-2 * float(value.double().norm()), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_weighted_swiglu(dtype: torch.dtype) -> None:
+    """The gradients of weight * SwiGLU against fp64, whatever undefined rows hold, and what is defined of them."""
+    draw = torch.Generator().manual_seed(cases.fresh_seed())
+    offs, counts = torch.tensor([4, 4, 12], dtype=torch.int32), torch.tensor([3, 0, 7], dtype=torch.int32)
+    kept = [0, 1, 2, *range(4, 11)]
+    x, grad = (torch.full((16, n), torch.nan, dtype=dtype) for n in (10, 5))
+    weights = torch.full((16,), torch.nan, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    for tensor in (x, grad, weights):
+        tensor[kept] = torch.randn(tensor[kept].shape, generator=draw).to(tensor.dtype)
+    of_x, out, dots = SWIGLU_WEIGHTED_BACKWARD(grad, x, weights, offs, counts, 4)
+    exact, by = x[kept].double().requires_grad_(), weights[kept].double().requires_grad_()
+    gate, up = exact.chunk(2, 1)
+    result = gate * torch.sigmoid(gate) * up * by[:, None]
+    wanted = torch.autograd.grad(result, (exact, by), grad[kept].double())
+    close = functools.partial(torch.testing.assert_close, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    for got, want in ((of_x, wanted[0]), (out, result.detach()), (dots, wanted[1])):
+        close(got[kept].double(), want)
+        assert (got[[3, 11]] == 0).all() and got[12:].isnan().all()
+    assert of_x.dtype == out.dtype == dtype and dots.dtype == weights.dtype
+    offs, counts = (torch.tensor(ints, dtype=torch.int32) for ints in ([4, 16], [4, 12]))
+    whole = (grad.nan_to_num(1.0), x.nan_to_num(1.0), weights.nan_to_num(1.0))
+    opcheck(torch.ops.ep.swiglu_weighted_backward.default, (*whole, offs, counts, 4))
+    ids = torch.tensor([[0, 2], [-1, 1], [2, -1]], dtype=torch.int32)
+    opcheck(torch.ops.ep.exact_lists.default, (ids, 3, 4))
