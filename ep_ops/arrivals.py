@@ -128,7 +128,7 @@ def part(arrivals: Tensor, world_size: int, max_tokens: int, top_k: int, first: 
     most_copies = min(top_k, world_size)
     place = torch.arange(num_rows + 1, device=arrivals.device)
     last = sources[-1:].long().clamp(0, num_rows)  # number of copies
-    count = copies[:, 0].index_select(0, last).long().clamp(0, num_rows)  # number of owned rows
+    count = copies[:, 0].index_select(0, last)  # number of owned rows
 
     def within(flat: Tensor, each: int, number: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Select the entries of the requested tokens among the first ``number`` of ``flat``.

@@ -104,6 +104,12 @@ def test_balanced() -> None:
 # ---------------------------------------------------------------------- statistics
 
 
+def test_experts_are_placed_by_decreasing_load() -> None:
+    """The expert with most rows comes first, so that those with few fill up the ranks with less."""
+    assert balanced([1, 1, 1, 3], [2, 2]) == (2, 3, 0, 1)
+    assert balanced([1, 2, 4, 8, 16, 32], [2, 2, 2]) == (0, 5, 1, 4, 2, 3)
+
+
 @pytest.mark.parametrize(
     ("there", "swapped"),
     [

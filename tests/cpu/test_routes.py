@@ -72,8 +72,20 @@ def test_parts_of_a_route(name):
             got = arrivals.part(lists, world_size, case.max_tokens, case.top_k, first, tokens)
             pairs = zip(arrivals.defined(got, world_size), arrivals.defined(want, world_size), strict=True)
             assert all(torch.equal(mine, theirs) for mine, theirs in pairs), (seed, first, tokens)
-        lists.random_(-(2**31), 2**31 - 1, generator=draw)
-        arrivals.part(lists, world_size, bound, case.top_k, 0, each)  # reads nothing outside of them
+
+
+@pytest.mark.parametrize("bad", [-(2**31), -1, 13, 14, 2**31 - 1])
+def test_parts_read_nothing_outside_of_the_lists(bad):
+    """Whatever integers an operator is called with: each number of a route is wrong in turn, and then all."""
+    rows, world_size, top_k, most = 12, 3, 2, 8
+    for wrong in (*range(arrivals.size(rows, world_size)), slice(None)):
+        lists = torch.zeros(arrivals.size(rows, world_size), dtype=torch.int32)
+        arrivals.views(lists, rows).sources[-1] = 3
+        lists[wrong] = bad
+        got = arrivals.part(lists, world_size, most, top_k, 2, 4)
+        copies, owned, sources = arrivals.views(got, rows)
+        assert 0 <= int(sources.min()) and int(sources.max()) <= rows
+        assert 0 <= int(copies[int(sources[-1]), 0]) <= rows
 
 
 def test_parts_ask_nothing_of_the_device():

@@ -8,6 +8,7 @@ import signal
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import ep_ops
+from ep_ops import inputs
 from ep_ops.group.survivors import ExpertIds, id_of_model
 from ep_ops.nn import DenseMoE, Experts, MoELayer
 
@@ -27,6 +29,19 @@ SIZES: dict[str, Any] = {
     "num_experts": 8, "experts_per_rank": HELD, "hidden_size": 8, "top_k": 3, "max_tokens_per_rank": 16,
     "dtype": torch.float32, "alignment": 4, "device": "cpu",
 }  # fmt: skip
+
+
+def test_ids_are_converted_whatever_else_needs_no_conversion() -> None:
+    """After experts were lost, int32 ids [T, K] with rows and weights of the communicator's dtypes, which need no other
+    conversion, become its ids in every operator that takes ids."""
+    wanted = SimpleNamespace(
+        dtype=torch.float32, weights_dtype=torch.float32, expert_ids=ExpertIds((0, -1, 1), torch.device("cpu"))
+    )
+    x, weights = torch.zeros(2, 8), torch.ones(2, 2)
+    for topk_idx in (torch.tensor([[2, 0], [1, -1]], dtype=torch.int32), torch.tensor([[2, 0], [1, -1]])):
+        assert inputs.to_send(wanted, x, topk_idx, weights)[1].tolist() == [[1, 0], [-1, -1]]
+        assert inputs.to_send(wanted, x, topk_idx, None)[1].dtype == torch.int32
+        assert inputs.to_plan(wanted, topk_idx)[0].tolist() == [[1, 0], [-1, -1]]
 
 
 def ids(seed: int, rank: int) -> torch.Tensor:

@@ -19,7 +19,8 @@ from emulator.main import CHECKS, main
 from emulator.mutations import MUTATIONS, ROOT
 
 ALWAYS = (
-    "latency", "throughput", "few_rows", "alarm_joining", "alarm_staging", "rejected_latency", "epochs_latency_across"
+    "latency", "throughput", "few_rows", "alarm_joining", "alarm_staging", "rejected_latency", "epochs_latency_across",
+    "posted", "walked",
 )  # fmt: skip
 ONE_OF = ("throughput_dropping", "death_few_dispatch", "wire_nvshmem", "across_small", "across_wide")
 DRAWN = 2

@@ -1,0 +1,85 @@
+"""Checks of parts that kernels share, in small kernels of their own."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+from . import machine
+from .threads import WARP, Launch, look_again, run
+
+FLAGS = 20
+
+
+class Posting:
+    """Two warps post `FLAGS` flags each, all before the warp that sets them begins, as far as the queues hold them."""
+
+    options = {"block": (3 * WARP, 1, 1)}
+
+    def kernel(self, args: Any) -> None:
+        import cutlass
+
+        from cute_kernels.throughput.outbox import close, deliver, new_outbox, post
+
+        from . import arch
+
+        outbox = new_outbox(cutlass.memory.SmemAllocator(), 2)
+        warp = arch.thread_idx()[0] // WARP
+        if warp < 2:
+            for count in range(FLAGS):
+                post(outbox, warp, count, warp * FLAGS + count)
+            close(outbox, warp, FLAGS)
+            return
+        for _ in range(200):
+            look_again()
+        deliver(outbox, args.ranks, "flag", 2 * FLAGS)
+
+
+def posted(draw: random.Random) -> None:
+    """Every flag that a worker posts is set once, whatever the setting warp is late by."""
+    memory = machine.new_memory(1 << 16)
+    flags = memory.take(2 * FLAGS * 8, "flags", 0)
+    heap = SimpleNamespace(problem=SimpleNamespace(num_domains=1))
+    ranks = SimpleNamespace(heap=heap, mark=7, peer=lambda rank: flags, at=lambda address, name: address)
+    run([Launch(Posting(), SimpleNamespace(ranks=ranks, blocks=1))], draw)
+    words = [int(memory.load_long(flags + 8 * code)) for code in range(2 * FLAGS)]
+    assert words == [7] * 2 * FLAGS, words
+
+
+class Walking:
+    """Two warps begin to walk through the lists of a route."""
+
+    options = {"block": (2 * WARP, 1, 1)}
+    WORLD, ROWS, TOKENS = 3, 40, 6
+
+    def kernel(self, args: Any) -> None:
+        import cutlass
+        from cutlass import Int32
+
+        from cute_kernels.arrivals import begin_walk
+
+        heap = SimpleNamespace(problem=SimpleNamespace(world_size=self.WORLD))
+        sources = cutlass.memory.SmemAllocator().allocate_array(Int32, self.WORLD + 1)
+        walk = begin_walk(SimpleNamespace(heap=heap), sources, args.lists, Int32(self.ROWS), Int32(self.TOKENS))
+        args.found.add((int(walk.items), tuple(int(sources[i]) for i in range(self.WORLD + 1))))
+
+
+def walked(draw: random.Random) -> None:
+    """A walk has as many items of each source as the one with most copies has, but no more than a source has tokens, and
+    begins inside of the lists, whatever integers they hold."""
+    import torch
+
+    world, rows, tokens = Walking.WORLD, Walking.ROWS, Walking.TOKENS
+    for sources in ([0, 2, 7, 9], [0, 0, 0, 0], [3, 40, 40, 40], [-5, 90, -7, 2**31 - 1]):
+        memory, found = machine.new_memory(1 << 16), set[Any]()
+        lists = torch.zeros(4 * rows + world + 3, dtype=torch.int32)
+        lists[-(world + 1) :] = torch.tensor(sources, dtype=torch.int64).int()
+        at = memory.put(lists, "lists")
+        run([Launch(Walking(), SimpleNamespace(lists=at, found=found, blocks=1))], draw)
+        kept = [min(max(begin, 0), rows) for begin in sources]
+        most = max(0, *(min(after, rows) - begin for begin, after in zip(kept, sources[1:], strict=False)))
+        assert found == {(min(most, tokens) * world, tuple(kept))}, (sources, found)
+
+
+CHECKS = {"posted": posted, "walked": walked}
