@@ -66,7 +66,7 @@ class Walking:
 
 
 def walked(draw: random.Random) -> None:
-    """A walk has as many items of each source as the one with most copies has, but no more than a source has tokens, and
+    """A walk has as many items of each source as the one with most copies has, at most the tokens of a source. It
     begins inside of the lists, whatever integers they hold."""
     import torch
 
