@@ -12,17 +12,17 @@ rank:
     config = DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="ep_ops")  # ep_size defaults to 1
     model = AutoModelForCausalLM.from_pretrained(..., distributed_config=config)
 
-In both cases the layer's own code computes the experts, including biases and activations. Every rank passes its own
-tokens, and all ranks run the same layers.
+In both cases the experts are computed as by the layer's own code, including biases and activations. With its
+implementation "grouped_mm", the grouped GEMMs run on the rows as they are received (``local_experts.py``). Every rank
+passes its own tokens, and all ranks run the same layers.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,8 +32,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 try:
-    from transformers.integrations.moe import grouped_mm_experts_forward
     from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+
+    from ep_ops.integrations.local_experts import LocalExperts, give_interface
 except ImportError as error:
     raise ImportError(
         f"ep_ops.integrations.transformers needs transformers 5.19, which failed to import: {error}. Install it with"
@@ -50,16 +51,18 @@ else:
 from ep_ops import registry
 from ep_ops.communicator import Communicator
 from ep_ops.integrations.spread_checks import check_equal, check_launch, check_optimizers, check_unwrapped
-from ep_ops.nn import expert_of_rows
 from ep_ops.nn.apart import check_averaging, check_shards, parameters_apart
-from ep_ops.nn.expert_module import check_split, check_state, experts_dtensor, local_part
+from ep_ops.nn.expert_module import check_split, check_state, experts_dtensor
 
 _TOP_K = "num_experts_per_tok", "top_k_experts", "moe_topk"
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules of experts whose parameters are known to be shards of this rank."""
 
 
-def register(name: str = "ep_ops", *, max_tokens_per_rank: int, capacity: int | None = None, **options: Any) -> None:
+def register(
+    name: str = "ep_ops", *, max_tokens_per_rank: int, capacity: int | None = None, dtype: torch.dtype | None = None,
+    **options: Any,
+) -> None:  # fmt: skip
     """Register ep_ops as ``DistributedConfig(ep_size=..., ep_implementation=name)``.
 
     Args:
@@ -67,6 +70,8 @@ def register(name: str = "ep_ops", *, max_tokens_per_rank: int, capacity: int | 
         max_tokens_per_rank: the largest number of tokens (batch times length) that any rank passes through a layer.
         capacity: rows of a rank's receive buffer, a multiple of the alignment. Rows that do not fit are dropped; with
             ``overflow="raise"``, ``check_errors`` of the communicator raises. None: the worst case.
+        dtype: dtype in which tokens are sent and experts are computed. Tokens and the experts' parameters are cast to
+            it, and the results to the dtype of the tokens. None: the dtype of the tokens, without casts.
         options: more arguments of :class:`ep_ops.Communicator`. Layers of equal sizes share one.
 
     Raises:
@@ -78,12 +83,13 @@ def register(name: str = "ep_ops", *, max_tokens_per_rank: int, capacity: int | 
             " pip install 'transformers>=5.23,<6', or use spread_experts."
         ) from _no_interface
     options |= {"max_tokens_per_rank": max_tokens_per_rank}
-    EPImplementationInterface.register(name, functools.partial(EpOps, capacity=capacity, options=options))
+    made = functools.partial(EpOps, capacity=capacity, dtype=dtype, options=options)
+    EPImplementationInterface.register(name, made)
 
 
 def spread_experts(
     model: nn.Module, group: dist.ProcessGroup | None = None, *, max_tokens_per_rank: int, capacity: int | None = None,
-    **options: Any,
+    dtype: torch.dtype | None = None, **options: Any,
 ) -> list[str]:  # fmt: skip
     """Keep this rank's experts of all MoE layers of ``model``, and send tokens to the ranks that hold their experts.
 
@@ -93,14 +99,15 @@ def spread_experts(
     as docs/training.md describes, and gradients are sums over the tokens of all ranks. ``save_pretrained`` gathers all
     experts on rank 0 and must be called on all ranks.
 
-    Llama 4 is supported. Its own code computes every token in every expert; here experts compute the tokens that chose
-    them.
+    Llama 4 is supported. Each expert computes the tokens that chose it; in the model's own code it computes all.
 
     Args:
         model: the model, changed in place.
         group: process group. None: the default group.
         max_tokens_per_rank, capacity, options: as for :func:`register`. ``top_k`` is needed if the model's
             configuration does not contain it.
+        dtype: as for :func:`register`; None: the dtype of the experts' parameters, without casts. For mixed precision,
+            where parameters of float32 are computed in bfloat16, pass ``torch.bfloat16``.
 
     Returns:
         Names of the modules of experts, each of which has the attribute ``comm``.
@@ -127,7 +134,7 @@ def spread_experts(
             raise ValueError(f"{name} of {type(model).__name__} is already spread over ranks; call spread_experts once")
         check_unwrapped(name, experts)
     options |= {"max_tokens_per_rank": max_tokens_per_rank}
-    comms = {name: _communicator(experts, group, options) for name, experts in modules.items()}
+    comms = {name: _communicator(experts, group, dtype, options) for name, experts in modules.items()}
     if comms[found[0]].world_size > 1:
         check_optimizers({f"{name}.{last}": p for name, m in modules.items() for last, p in _of_experts(m).items()})
         check_equal(
@@ -135,20 +142,22 @@ def spread_experts(
         )
     made: dict[nn.Parameter, nn.Parameter] = {}  # layers may share experts
     for name, experts in modules.items():
-        _spread(experts, comms[name], capacity, made)
+        _spread(experts, comms[name], capacity, dtype, made)
     saves: Any = model
     if hasattr(model, "save_pretrained"):
         saves.save_pretrained = functools.partial(_save_whole, model, type(saves).save_pretrained)
     return found
 
 
-def _communicator(experts: Any, group: dist.ProcessGroup | None, options: dict[str, Any]) -> Communicator:
+def _communicator(
+    experts: Any, group: dist.ProcessGroup | None, dtype: torch.dtype | None, options: dict[str, Any]
+) -> Communicator:
     """Return the communicator of one module of experts. Layers of equal sizes share one."""
     parameter = next(experts.parameters())
     top_k = options.get("top_k") or _top_k(experts)
     row = experts.down_proj.shape[-1 if experts.is_transposed else -2]  # may differ from the model's hidden size
     comm = Communicator.shared(
-        group, num_experts=experts.num_experts, hidden_size=row, dtype=parameter.dtype,
+        group, num_experts=experts.num_experts, hidden_size=row, dtype=dtype or parameter.dtype,
         device=parameter.device, **options | {"top_k": top_k},
     )  # fmt: skip
     check_split(comm, "spread_experts")
@@ -161,7 +170,8 @@ def _of_experts(experts: Any) -> dict[str, nn.Parameter]:
 
 
 def _spread(
-    experts: Any, comm: Communicator, capacity: int | None, made: dict[nn.Parameter, nn.Parameter]
+    experts: Any, comm: Communicator, capacity: int | None, dtype: torch.dtype | None,
+    made: dict[nn.Parameter, nn.Parameter],
 ) -> None:  # fmt: skip
     """Shard one module of experts. ``made``: parameters that were sharded before, and those that replace them."""
     mine = slice(comm.first_local_expert, comm.first_local_expert + comm.num_local_experts)
@@ -173,7 +183,7 @@ def _spread(
         setattr(experts, name, made[whole])
     experts.register_load_state_dict_pre_hook(check_state)
     experts.num_experts, experts._is_expert_parallel = comm.num_local_experts, True
-    experts.forward = _Spread(capacity, experts, experts.forward)
+    experts.forward = _Spread(capacity, LocalExperts(experts, experts.forward, dtype))
     # The attributes of ep_ops.nn.ExpertModule. Other parameters, such as a norm after the experts, are alike on all
     # ranks.
     experts.comm, experts.gradient_divisor, experts.expert_names = comm, None, tuple(spread)
@@ -184,21 +194,22 @@ def _spread(
 class _Spread:
     """The forward of a module whose experts are spread over ranks."""
 
-    def __init__(self, capacity: int | None, experts: Any, forward: Callable[..., Tensor]) -> None:
-        self.capacity, self.experts, self.forward = capacity, experts, forward
+    def __init__(self, capacity: int | None, local: LocalExperts) -> None:
+        self.capacity, self.local = capacity, local
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         self._check(torch.is_grad_enabled())
         given = hidden_states, top_k_index, top_k_weights
-        return _through(self.experts.comm, self.capacity, self.experts, self.forward, *given)
+        return _through(self.local.module.comm, self.capacity, self.local, *given)
 
     @torch.compiler.assume_constant_result  # runs while torch.compile traces, and adds no guard
     def _check(self, gradients: bool) -> None:
-        if self.experts not in _checked:
-            check_shards(self.experts)
-            _checked.add(self.experts)
+        experts = self.local.module
+        if experts not in _checked:
+            check_shards(experts)
+            _checked.add(experts)
         if gradients:
-            check_averaging(self.experts, weights_given=True)
+            check_averaging(experts, weights_given=True)
 
 
 class EpOps(EPImplementation):
@@ -208,10 +219,12 @@ class EpOps(EPImplementation):
     """
 
     def __init__(
-        self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any, *, capacity: int | None, options: dict[str, Any]
-    ) -> None:
+        self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any, *, capacity: int | None, dtype: torch.dtype | None,
+        options: dict[str, Any],
+    ) -> None:  # fmt: skip
         super().__init__(experts, ep_mesh, tp_mesh)
-        self._experts, self._capacity, self._options = experts, capacity, options
+        self._capacity, self._options = capacity, options
+        self._local = LocalExperts(experts, self.experts_forward, dtype)
         self._comm: Communicator | None = None
 
     @torch.compiler.assume_constant_result  # called while torch.compile traces
@@ -226,14 +239,15 @@ class EpOps(EPImplementation):
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if self._comm is None or self._comm.destroyed:
             sizes = hidden_states.shape[-1], top_k_index.shape[-1]
-            found: Any = registry.get(self._made(*sizes, hidden_states.dtype, hidden_states.device))
+            dtype = self._local.dtype or hidden_states.dtype
+            found: Any = registry.get(self._made(*sizes, dtype, hidden_states.device))
             self._comm = found
         given: tuple[Tensor, ...] = hidden_states, top_k_index, top_k_weights
         parts = self.tp_mesh.size() > 1
         if parts:
             copies = [DTensor.from_local(t, self.tp_mesh, [Replicate()], run_check=False) for t in given]
             given = tuple(t.redistribute(placements=[Shard(0)]).to_local().contiguous() for t in copies)
-        out = _through(self._comm, self._capacity, self._experts, self.experts_forward, *given)
+        out = _through(self._comm, self._capacity, self._local, *given)
         if parts:
             shape, stride = hidden_states.shape, hidden_states.stride()
             out = DTensor.from_local(out, self.tp_mesh, [Shard(0)], shape=shape, stride=stride).full_tensor()
@@ -241,43 +255,14 @@ class EpOps(EPImplementation):
 
 
 def _through(
-    comm: Communicator, capacity: int | None, experts: Any, forward: Callable[..., Tensor], hidden_states: Tensor,
-    top_k_index: Tensor, top_k_weights: Tensor,
+    comm: Communicator, capacity: int | None, experts: LocalExperts, hidden_states: Tensor, top_k_index: Tensor,
+    top_k_weights: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Send tokens to their experts, through ``forward`` of this rank's ``experts``, and back."""
-    sent = comm.dispatch(hidden_states.contiguous(), top_k_index, top_k_weights, capacity=capacity)
-    expert, weights = expert_of_rows(sent.route), sent.weights
-    there = (expert >= 0).unsqueeze(1)
-    # Rows that hold no token are undefined. The layer's code skips the id num_experts. Eager loops of some models do
-    # not, and get rows of zeros with weight zero.
-    rows = torch.where(there, sent.x, 0)
-    if getattr(experts, "weights_first", False):
-        assert weights is not None
-        rows, weights = rows * torch.where(there, weights.unsqueeze(1), 0).to(rows.dtype), None
-    config = getattr(experts, "config", None)
-    nobody = 0 if config is not None and config._experts_implementation == "eager" else comm.num_local_experts
-    ids = torch.where(there, expert.unsqueeze(1), nobody)
-    with _local_parameters(experts):
-        if comm.num_local_experts:
-            y = forward(rows, ids, there.to(rows.dtype))
-        else:  # not all implementations take no rows; depend on the parameters to take part in backward
-            y = rows + sum(parameter.sum() for parameter in experts.parameters()).to(rows.dtype)
-    if torch.is_grad_enabled():  # the gradient of undefined rows is undefined, and NaN times zero is NaN
-        y = torch.where(there, y, 0)
-    return comm.combine(y, sent.route, weights)
-
-
-@contextlib.contextmanager
-def _local_parameters(experts: nn.Module) -> Iterator[None]:
-    """Replace the parameters of the experts by this rank's shards within the block."""
-    parameters: dict[str, Any] = experts._parameters
-    names = getattr(experts, "expert_names", ())
-    whole = {name: p for name, p in parameters.items() if isinstance(p, DTensor) or name in names}
-    parameters.update({name: local_part(experts, p) for name, p in whole.items()})
-    try:
-        yield
-    finally:
-        parameters.update(whole)
+    """Send tokens to their experts, through this rank's ``experts``, and back."""
+    x = hidden_states if experts.dtype is None else hidden_states.to(experts.dtype)
+    sent = comm.dispatch(x.contiguous(), top_k_index, top_k_weights, capacity=capacity)
+    y, weights = experts(sent)
+    return comm.combine(y.to(comm.dtype), sent.route, weights).to(hidden_states.dtype)
 
 
 def _give_routing(block: Any) -> None:
@@ -286,20 +271,9 @@ def _give_routing(block: Any) -> None:
     Its layer multiplies a token by its scores, zero for experts that it did not choose, and sums the outputs of all
     experts. Experts map zeros to zeros, so the chosen ones suffice.
     """
-    experts = block.experts
-    if hasattr(experts, "weights_first"):
-        return
-    experts.has_gate, experts.has_bias, experts.has_post_expert_norm = True, False, False
-    experts.is_transposed, experts._is_expert_parallel, experts.weights_first = True, False, True
-    experts.top_k = block.top_k
-    experts._apply_gate = functools.partial(_gated, experts)
-    experts.forward = functools.partial(grouped_mm_experts_forward, experts)
-    block.forward = functools.partial(_llama4_forward, block)
-
-
-def _gated(experts: Any, gate_and_up: Tensor) -> Tensor:
-    gate, up = gate_and_up.chunk(2, dim=-1)
-    return up * experts.act_fn(gate)
+    if not hasattr(block.experts, "weights_first"):
+        give_interface(block.experts, block.top_k)
+        block.forward = functools.partial(_llama4_forward, block)
 
 
 def _llama4_forward(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:

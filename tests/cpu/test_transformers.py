@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pathlib
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch.distributed.tensor import DTensor
-from transformers_cases import MODELS, MORE, loss_of, made, tokens
+from transformers_cases import MODELS, MORE, loss_of, made, need_implementations, rows_as_received, tokens
 
 import ep_ops
 from ep_ops.nn import expert_parameters
@@ -47,8 +48,9 @@ def spread(kind: str, how: str, implementation: str) -> dict[str, float]:
         for name in names:
             block = model.get_submodule(name.rpartition(".")[0])
             block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=kind == "qwen3_moe")
-    logits, loss = loss_of(model, tokens(batches[rank]))
-    loss.backward()
+    with rows_as_received() if implementation == "grouped_mm" else contextlib.nullcontext():
+        logits, loss = loss_of(model, tokens(batches[rank]))
+        loss.backward()
     expected, _ = loss_of(dense, tokens(batches[rank]))
     sum(loss_of(dense, tokens(batch))[1] for batch in set(batches)).backward()
 
@@ -79,14 +81,6 @@ def spread_all(how: str, implementation: str, kinds: list[str]) -> dict[str, flo
     }
 
 
-def need_implementations() -> None:
-    """Skip a test of transformers' own expert parallelism where its implementations cannot be registered."""
-    from ep_ops.integrations import transformers as ours
-
-    if ours._no_interface is not None:
-        pytest.skip("needs transformers 5.23 or later")
-
-
 COMPILED = ["qwen3_moe", "gpt_oss"]  # one graph; graphs around a router, and experts with biases
 
 
@@ -114,6 +108,8 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "moe_topk of each layer": ("hunyuan_v1_moe", "HunYuanMoEV1", dict(num_experts=6, moe_topk=[2, 2])),
     "narrower rows": ("nemotron_h", "NemotronH", dict(n_routed_experts=6, moe_latent_size=16)),
     "a norm behind": ("muse_spark", "MuseSparkText", dict(num_local_experts=6, moe_hidden_size=16)),
+    "an activation with parameters": ("nemotron_h", "NemotronH", dict(n_routed_experts=6, mlp_hidden_act="xielu")),
+    "biases": ("gpt_oss", "GptOss", dict(num_local_experts=6)),
 }
 """Folder, name of the configuration, and sizes."""
 
@@ -135,38 +131,62 @@ def some_experts(folder: str, name: str, sizes: dict[str, Any]) -> Any:
     return torch.nn.ModuleList([experts])
 
 
-def spread_others(kind: str) -> None:
+WAYS = {
+    "float32": ("grouped_mm", torch.float32, None, 1e-4),
+    "bfloat16": ("grouped_mm", torch.bfloat16, None, 2e-2),
+    "mixed precision": ("grouped_mm", torch.float32, torch.bfloat16, 2e-2),
+    "mixed precision, eager": ("eager", torch.float32, torch.bfloat16, 2e-2),
+}
+"""transformers' implementation, dtype of the parameters, the argument ``dtype``, and the allowed relative error against
+float64."""
+
+
+def spread_others(kind: str, way: str) -> None:
     from ep_ops.integrations.transformers import spread_experts
 
-    model, dense, rank = some_experts(*OTHERS[kind]), some_experts(*OTHERS[kind]), dist.get_rank()
-    assert spread_experts(model, max_tokens_per_rank=16) == ["0"]
+    implementation, kept, dtype, allowed = WAYS[way]
+    model, dense, rank = some_experts(*OTHERS[kind]).to(kept), some_experts(*OTHERS[kind]).to(kept), dist.get_rank()
+    model[0].config._experts_implementation = implementation
+    dense = dense.double()
+    dense[0].config._experts_implementation = "eager"  # grouped GEMMs do not take float64
+    assert spread_experts(model, max_tokens_per_rank=16, dtype=dtype) == ["0"]
     width = dense[0].down_proj.shape[1 + dense[0].is_transposed]
+
+    def close(got: torch.Tensor, wanted: torch.Tensor, name: str) -> None:
+        assert got.dtype == kept and got.shape == wanted.shape, (name, got.dtype, got.shape)
+        assert (got - wanted).norm() <= allowed * wanted.norm(), (name, (got - wanted).norm() / wanted.norm())
+
     for number in range(2):  # of the rank whose tokens these are
         draw = torch.Generator().manual_seed(number)
         x, weights = torch.randn(5 + number, width, generator=draw), torch.rand(5 + number, 2, generator=draw)
         ids = torch.rand(5 + number, 6, generator=draw).argsort(1)[:, :2]
-        wanted = dense[0](x, ids, weights)
+        wanted = dense[0](x.double(), ids, weights.double())
         wanted.square().sum().backward()
         if number == rank:
-            got = model[0](x, ids, weights)
-            got.square().sum().backward()
-            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+            with rows_as_received() if implementation == "grouped_mm" else contextlib.nullcontext():
+                got = model[0](x.to(kept), ids, weights)
+                got.float().square().sum().backward()
+            close(got, wanted, "outputs")
     held = expert_parameters(model)
-    for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+    for (name, p), q in zip(model.named_parameters(), dense.parameters(), strict=True):
         everyone = not isinstance(p, DTensor)  # which all ranks hold, and data parallelism averages
         assert any(p is own for own in held) != everyone and p.shape == q.shape
         if everyone:
             dist.all_reduce(p.grad)
         got = p.grad if everyone else p.grad.to_local()
-        torch.testing.assert_close(got, q.grad if everyone else q.grad[3 * rank : 3 * rank + 3], rtol=1e-3, atol=1e-3)
+        close(got, q.grad if everyone else q.grad[3 * rank : 3 * rank + 3], name)
     for comm in list(ep_ops.registry.living.values()):
         comm.destroy()
 
 
-@pytest.mark.parametrize("kind", OTHERS)
-def test_sizes_by_other_names(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "way"), [
+    pytest.param(kind, way, marks=pytest.mark.drawn if "eager" in way else ())
+    for kind in OTHERS for way in WAYS
+    if (kind, way) != ("an activation with parameters", "mixed precision, eager")  # its float32 parameters widen rows
+])  # fmt: skip
+def test_other_experts(kind: str, way: str) -> None:
     pytest.importorskip(f"transformers.models.{OTHERS[kind][0]}", reason="needs a newer transformers")
-    run_ranks(2, spread_others, kind)
+    run_ranks(2, spread_others, kind, way)
 
 
 def test_register_says_which_version_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

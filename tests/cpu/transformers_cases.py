@@ -4,6 +4,7 @@ transformers is missing or too old."""
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -60,3 +61,18 @@ def tokens(rank: int) -> torch.Tensor:
 def loss_of(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     logits = model(ids, use_cache=False).logits
     return logits, logits.float().square().mean()
+
+
+def rows_as_received() -> Any:
+    """Raise AssertionError in experts that would sort rows which are grouped already."""
+    from ep_ops.integrations.local_experts import LocalExperts
+
+    return mock.patch.object(LocalExperts, "with_ids", side_effect=AssertionError("rows are sorted again"))
+
+
+def need_implementations() -> None:
+    """Skip a test of transformers' own expert parallelism where its implementations cannot be registered."""
+    from ep_ops.integrations import transformers as ours
+
+    if ours._no_interface is not None:
+        pytest.skip("needs transformers 5.23 or later")

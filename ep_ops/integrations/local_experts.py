@@ -1,0 +1,146 @@
+"""This rank's experts of a module of transformers, computed on the rows of a dispatch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.activations import SiLUActivation
+from transformers.integrations.moe import (
+    ALL_EXPERTS_FUNCTIONS,
+    _default_apply_gate,
+    _grouped_linear,
+    grouped_mm_experts_forward,
+)
+
+from ep_ops.nn import expert_of_rows, mask_rows, of_rows, swiglu_rows
+from ep_ops.nn.expert_module import local_part
+from ep_ops.records import Dispatched, Route
+
+
+class LocalExperts:
+    """Computes a module of experts, which holds this rank's, on rows that are grouped by expert.
+
+    Where ``forward`` of the module would run transformers' "grouped_mm", the same GEMMs run on the rows as they are.
+    That implementation sorts and gathers its rows first, and weights and scatters the results. All other
+    implementations get the rows with their expert ids.
+    """
+
+    def __init__(self, module: Any, forward: Callable[..., Tensor], dtype: torch.dtype | None) -> None:
+        """``forward``: of the module, on local expert ids. ``dtype``: to which parameters are cast; None: none are."""
+        self.module, self.forward, self.dtype = module, forward, dtype
+        self._chooses = _chooses(forward)
+
+    def __call__(self, sent: Dispatched) -> tuple[Tensor, Tensor | None]:
+        """Return the outputs of the experts [R, H], and the weights with which they are combined."""
+        module, route, weights = self.module, sent.route, sent.weights
+        x = sent.x
+        if getattr(module, "weights_first", False):
+            assert weights is not None
+            x, weights = x * mask_rows(weights, route).unsqueeze(1).to(x.dtype), None
+        with _local_parameters(module, self.dtype):
+            if route.offs.shape[0] == 0:  # depend on the parameters, to take part in backward
+                y = mask_rows(x + sum(p.sum() for p in module.parameters()).to(x.dtype), route)
+            elif self._runs_grouped_mm():
+                y = _grouped(module, x, route)
+            else:
+                y = self.with_ids(x, route)
+        return y, weights
+
+    def _runs_grouped_mm(self) -> bool:
+        if isinstance(self.forward, functools.partial):
+            return self.forward.func is grouped_mm_experts_forward
+        name = self.module.config._experts_implementation if self._chooses else None
+        return name is not None and ALL_EXPERTS_FUNCTIONS.get(name) is grouped_mm_experts_forward
+
+    def with_ids(self, x: Tensor, route: Route) -> Tensor:
+        """Return the results of the module's own forward."""
+        expert = expert_of_rows(route).unsqueeze(1)
+        there = expert >= 0
+        # Rows that hold no token are undefined. Implementations skip the id num_experts. Eager loops of some models do
+        # not, and get rows of zeros with weight zero.
+        config = getattr(self.module, "config", None)
+        eager = config is not None and config._experts_implementation == "eager"
+        ids = torch.where(there, expert, 0 if eager else route.offs.shape[0])
+        y = self.forward(torch.where(there, x, 0), ids, there.to(x.dtype))
+        if torch.is_grad_enabled():  # the gradient of undefined rows is undefined, and NaN times zero is NaN
+            y = torch.where(there, y, 0)
+        return y
+
+
+def give_interface(experts: Any, top_k: int) -> None:
+    """Give Llama 4's experts, whose inputs are multiplied by their scores, the interface of other models' experts."""
+    experts.has_gate, experts.has_bias, experts.has_post_expert_norm = True, False, False
+    experts.is_transposed, experts._is_expert_parallel, experts.weights_first = True, False, True
+    experts.top_k = top_k
+    experts._apply_gate = functools.partial(_default_apply_gate, experts)
+    experts.forward = functools.partial(grouped_mm_experts_forward, experts)
+
+
+def _chooses(forward: Callable[..., Any]) -> bool:
+    """Return whether ``forward`` is what ``use_experts_implementation`` of transformers has made for one of
+    ``ALL_EXPERTS_FUNCTIONS``. Quantized experts have functions of their own."""
+    function = getattr(forward, "__func__", forward)
+    if not inspect.isfunction(function):
+        return False
+    return inspect.getclosurevars(function).nonlocals.get("experts_interface") is ALL_EXPERTS_FUNCTIONS
+
+
+def _grouped(experts: Any, x: Tensor, route: Route) -> Tensor:
+    """Return what ``grouped_mm_experts_forward`` computes for rows along a route.
+
+    GEMMs and swiglu_rows ignore rows after the last segment. Padding rows of segments hold zeros where gradients are
+    enabled, and so do their gradients, so they add nothing to the gradients of matrices. The gradients of biases, and
+    of parameters of norms and activations, are sums over all rows, so the others are masked.
+    """
+    y = _product(experts, "gate_up_proj" if experts.has_gate else "up_proj", x, route)
+    if experts.has_gate and _is_swiglu(experts):
+        y = swiglu_rows(y, route)
+    else:
+        activation = experts._apply_gate if experts.has_gate else experts.act_fn
+        own = getattr(experts, "act_fn", None)
+        learns = isinstance(own, nn.Module) and any(True for _ in own.parameters())
+        y = _masked(activation, y, route) if learns else activation(y)
+    y = _product(experts, "down_proj", y, route)
+    if getattr(experts, "has_post_expert_norm", False):
+        y = _masked(experts.post_expert_norm, y, route)
+    return y
+
+
+def _masked(function: Callable[[Tensor], Tensor], x: Tensor, route: Route) -> Tensor:
+    """Return ``function(x)`` such that rows without a token add nothing to the gradients of its parameters."""
+    return mask_rows(function(mask_rows(x, route)), route)
+
+
+def _product(experts: Any, name: str, x: Tensor, route: Route) -> Tensor:
+    bias = of_rows(getattr(experts, f"{name}_bias"), route) if experts.has_bias else None
+    return _grouped_linear(x, getattr(experts, name), route.offs, bias=bias, is_transposed=experts.is_transposed)
+
+
+def _is_swiglu(experts: Any) -> bool:
+    """Return whether the experts' activation is silu of the first half of each row times the second half."""
+    gate = experts._apply_gate
+    function = gate.func if isinstance(gate, functools.partial) else getattr(gate, "__func__", gate)
+    return function is _default_apply_gate and (
+        experts.act_fn is nn.functional.silu or isinstance(experts.act_fn, (SiLUActivation, nn.SiLU))
+    )
+
+
+@contextlib.contextmanager
+def _local_parameters(experts: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Replace the parameters of the experts within the block by this rank's shards, in ``dtype`` unless it is None."""
+    parameters: dict[str, Any] = experts._parameters
+    names, whole = getattr(experts, "expert_names", ()), {name: p for name, p in parameters.items() if p is not None}
+    for name, p in whole.items():
+        own = local_part(experts, p) if isinstance(p, DTensor) or name in names else p
+        parameters[name] = own if dtype is None else own.to(dtype)
+    try:
+        yield
+    finally:
+        parameters.update(whole)
