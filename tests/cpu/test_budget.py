@@ -141,7 +141,8 @@ def test_blocks_nest_and_restore():
 
 
 def test_nothing_takes_more_than_there_is():
-    """What pushes and sums may take the whole GPU; a dispatch, and `scaled`, which is one, leave room for waiting."""
+    """Pushes and sums may take the whole GPU. A dispatch, and `scaled`, which is one, leave room for blocks that
+    wait."""
     budget = Budget(110, 140, 150, 120, most_dispatch=100, most_combine=132)
     assert (*now(budget), budget.gather, budget.scaled) == (100, 132, 132, 100)
     with budget.changed(dispatch=None, combine=120):
@@ -258,7 +259,8 @@ def test_the_reference_takes_any(comm):
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
 def test_blocks_that_end_in_any_order(order: tuple[int, ...]) -> None:
-    """As those of generators that take turns: what is left is that of the other blocks, and at the end the default."""
+    """When blocks end in any order, as those of generators do, the budgets of the other blocks stay, and at the end the
+    default."""
     budget = Budget(24, 96, modelled=(True, True))
     before = {name: value for name, value in vars(budget).items() if name[0] != "_"}
     given: list[tuple[int | None, int | None]] = [(16, None), (8, 40), (None, 32)]

@@ -190,7 +190,7 @@ def test_ranks_that_disagree() -> None:
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("grad_format", ["", f"wire:{POW2}"])
 def test_gradients_go_straight_through(split: bool, grad_format: str) -> None:
-    """As if sums had traveled as they are; what backward sends follows ``grad_format`` alone."""
+    """Gradients of a combine are those of unquantized sums; what backward sends follows ``grad_format`` alone."""
     if split and grad_format:
         return
     with communicator() as comm:

@@ -335,7 +335,7 @@ def test_a_wire_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_that_go_in_one_put(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the environment says, or where NVSHMEM hands puts to libfabric."""
+    """The environment variable decides how many rows are put at once, otherwise whether NVSHMEM uses libfabric."""
     given = {("", ""): "0", ("", "ibrc"): "0", ("", "libfabric"): "1", ("0", "libfabric"): "0", ("1", ""): "1"}
     for (bundle, transport), expected in given.items():
         monkeypatch.setenv("EP_OPS_BUNDLE", bundle)
@@ -443,7 +443,8 @@ def test_destroy_waits_for_the_other_ranks() -> None:
 
 
 def test_nothing_is_asked_of_what_is_gone() -> None:
-    """Of a destroyed communicator that had not failed: what kernels would have told has gone with its memory."""
+    """A destroyed communicator that had not failed is not asked for failures: its kernels' reports are gone with its
+    memory."""
     comm = make()
     comm.destroy()
     comm.backend.check_errors = lambda: pytest.fail("asked")  # type: ignore[method-assign]

@@ -46,7 +46,7 @@ def test_links(page: str) -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    """As far as pages lie in docs/."""
+    """The navigation lists every page in docs/."""
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     named = set(re.findall(r"[\w./-]+\.md$", nav, re.M))
     lying = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}

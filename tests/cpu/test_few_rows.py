@@ -117,7 +117,7 @@ def test_gradients() -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_compiled(dynamic: bool, transposed: bool) -> None:
-    """As part of a graph, with weights in both orders."""
+    """In a compiled graph the operator returns the same bits, with weights in both orders."""
     torch._dynamo.reset()
 
     def step(x: Tensor, w_in: Tensor, w_out: Tensor, route: Route) -> Tensor:

@@ -267,7 +267,7 @@ def test_passing_through_may_differ_between_ranks() -> None:
 
 
 def test_what_becomes_of_rows_may_differ_between_ranks() -> None:
-    """What travels is the same."""
+    """Ranks may ask for different layouts of scales, because the rows that travel are the same."""
     asked = {"format": POW2}
     (codes, scales), (_, packed) = run_ranks(2, _agreeing, [asked, asked | {"scales_as": "packed"}])
     (mine, same_scales), (numbers, none) = run_ranks(2, _agreeing, [asked, {"format": f"wire:{POW2}"}])

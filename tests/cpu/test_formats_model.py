@@ -467,7 +467,8 @@ def test_padding_is_cleared_by_default_where_gradients_are_on(comm: ep_ops.Commu
 
 
 def test_no_scales_can_be_used_everywhere(comm: ep_ops.Communicator) -> None:
-    """What stands for them is made once, maybe in inference mode."""
+    """The tensor that stands for missing scales is made once, maybe in inference mode, and can be used outside of
+    it."""
     x, idx, _ = inputs(5)
     with torch.inference_mode():
         made = NoElements(torch.float32)[torch.device("cpu")]

@@ -57,7 +57,7 @@ def several(comm, x, topk_idx, w, combine):
 @pytest.mark.drawn
 @pytest.mark.drawn
 def test_compiled_rows_are_written_in_place():
-    """As Inductor computes them: the reference backend would show rows that are overwritten too early, as NaN."""
+    """Inductor computes rows in place; the reference backend would show rows that are overwritten too early as NaN."""
     torch._dynamo.reset()
     with toy.communicator(symmetric_rows=44) as comm:
         x, topk_idx, _ = toy.inputs(5)

@@ -49,7 +49,7 @@ def test_any_rank_may_be_unfit_for_kernels(unfit: int) -> None:
 
 
 def test_as_many_rounds_as_a_rejection_counts() -> None:
-    """Of memory that takes the most rounds: it is enough, and less is not."""
+    """A rejection counts at least the most rounds that memory can take, and no more."""
     sizes: dict[str, Any] = dict(
         world_size=2, num_experts=8, hidden_size=4096, top_k=2, max_tokens_per_rank=MOST_ROUNDS * 256,
         latency_max_tokens=0,

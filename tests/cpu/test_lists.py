@@ -65,7 +65,7 @@ def test_no_experts_and_none_named() -> None:
 
 
 def test_what_consumers_take_beside_lists() -> None:
-    """As quack's and Triton's fused MoE do, in loops over what they are told."""
+    """Lists contain what quack's and Triton's fused MoE read from them, as loops over their definitions show."""
     draw = torch.Generator().manual_seed(cases.fresh_seed())
     local_idx = torch.randint(-1, 5, (17, 3), generator=draw).int()
     x, w = torch.randn(17, 4, generator=draw), torch.randn(5, 4, 6, generator=draw)

@@ -139,7 +139,7 @@ def test_quantized(name: str, layout: str, slots: int) -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(dynamic: bool) -> None:
-    """As part of a graph, with rows known late; the same numbers and gradients."""
+    """In a compiled graph, with a number of rows that is known late, numbers and gradients are the same."""
 
     def step(x: Tensor, route: Route) -> tuple[Tensor, Tensor, Tensor]:
         return swiglu_rows(x * 2, route), *swiglu_quantized(x * 2, route, POW2, "columns")
@@ -218,7 +218,7 @@ def test_rejections() -> None:
 
 
 def test_benchmark_compares_the_same() -> None:
-    """What it times beside each other gives the same live rows."""
+    """All variants that the benchmark compares return the same live rows."""
     sizes = dict(live=24, times=2, hidden=128, experts=3, dtype="fp32", seed=fresh_seed())
     route, x, grad = live_rows.made(argparse.Namespace(**sizes), torch.device("cpu"))
     assert route.offs.tolist() == [8, 16, 24] and x.shape == (48, 256)

@@ -408,7 +408,7 @@ def test_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What users run needs no recorded runs and predicts the same."""
+    """The command needs no recorded runs and predicts what the functions do."""
     assert model.main(["--out", str(tmp_path / "model.json")]) == 0
     assert json.loads((tmp_path / "model.json").read_text())["predictions"] == recorded("model")["predictions"]
     said = capsys.readouterr().out

@@ -256,7 +256,7 @@ def test_it_costs_nothing_over_the_operators() -> None:
 
 
 def test_modes_and_sizes() -> None:
-    """What the communicator beneath is told, and how large buffers are, for all tokens and for few."""
+    """The inner communicator gets the options of the mode, and buffers the sizes for all tokens or for few."""
     for mode, bound in (("auto", 7), ("throughput", 0), ("latency", MOST)):
         with communicator(mode=mode, latency_max_tokens=7 if mode == "auto" else None) as moe:
             assert moe.comm.config.latency_max_tokens == bound

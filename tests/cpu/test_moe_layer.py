@@ -221,7 +221,7 @@ def test_garbage_rows_reach_nothing(dtype: torch.dtype) -> None:
 
 
 def test_micro_batches_in_turns() -> None:
-    """What forward returns, drops counted and all; two of them on one communicator."""
+    """Two micro-batches on one communicator return what forward returns, and count the same drops."""
     with communicator(torch.float32) as comm:
         layer = MoELayer(comm, F, capacity=64, shared_intermediate_size=16)
         first, second = torch.randn(2, 3, H), torch.randn(7, H)

@@ -141,7 +141,7 @@ def test_directly_with_gradients(comm, calls, token_major, split):
 
 @torch.no_grad()
 def test_modes_hear_of_it(comm, calls):
-    """Of calls that are recognized, too."""
+    """Modes intercept every call, also calls like earlier ones."""
     args = given()
     many(comm, *args)
     calls.clear()
@@ -152,7 +152,8 @@ def test_modes_hear_of_it(comm, calls):
 
 @torch.no_grad()
 def test_fake_tensors_come_of_it(comm, calls):
-    """Of calls that are recognized, too, whose tensors are real: guards do not notice this mode."""
+    """A fake tensor mode gets fake results, also of calls like earlier ones with real tensors: guards do not notice the
+    mode."""
     args = given()
     many(comm, *args)
     calls.clear()
@@ -163,7 +164,8 @@ def test_fake_tensors_come_of_it(comm, calls):
 
 @torch.no_grad()
 def test_transforms_and_levels_hear_of_it(comm, calls):
-    """Of calls that are recognized, too, though nothing that they take is wrapped."""
+    """Transforms and forward-mode levels intercept every call, also calls like earlier ones whose tensors are not
+    wrapped."""
     args = given()
     many(comm, *args)
     calls.clear()
@@ -186,7 +188,8 @@ def test_profilers_see_it(comm, calls):
 
 @torch.no_grad()
 def test_traces_hold_operators(comm, calls):
-    """Of calls that are recognized, too. Outputs of kernels would be constants of the trace."""
+    """Traces contain the operators, also of calls like earlier ones. Outputs of kernels would be constants of the
+    trace."""
     x, idx, weights = given()
     many(comm, x, idx, weights)
     calls.clear()

@@ -150,7 +150,8 @@ def test_only_what_is_asked_for_is_sent(exact, sent_back, x_asks, weights_ask):
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("y_asks, weights_ask", [(True, False), (False, True), (True, True)])
 def test_combine_gives_every_gradient_that_is_asked_for(exact, y_asks, weights_ask, split):
-    """Of rows alone, of their weights alone, of both: each row's is its token's, times its weight or its values."""
+    """Gradients of rows alone, of weights alone, and of both are right: each row's is its token's, times its weight or
+    its values."""
     seed = cases.fresh_seed()
     x, topk_idx, weights = toy.inputs(6, seed=seed, dtype=torch.float64)
     sent = exact.dispatch(x, topk_idx, weights)

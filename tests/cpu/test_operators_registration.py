@@ -145,7 +145,7 @@ def _fake_is_like_real(lenient, name, variant):
 
 
 def test_no_gradient_at_all_is_an_error_while_tracing(comm):
-    """As it is for the operator itself."""
+    """While tracing, an operator with no gradient at all raises the error that it raises eagerly."""
     _, _, *rest = arguments(comm, "dispatch_backward", "")
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         rest = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in rest]
@@ -155,7 +155,8 @@ def test_no_gradient_at_all_is_an_error_while_tracing(comm):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_compiled_code_returns_what_eager_code_does(dtype):
-    """What a fake says becomes part of a compiled graph: a sum with the weights has the dtype that it foresaw."""
+    """A sum with the weights has the dtype that the fake has predicted, because that becomes part of a compiled
+    graph."""
 
     def rows_and_weights(comm, x, topk_idx, weights):
         route, _ = comm.plan(topk_idx)

@@ -94,7 +94,8 @@ def test_inductor_leaves_between_what_stands_between():
 
 
 def test_a_wait_in_another_graph():
-    """What the start was given is not overwritten by what follows in its graph."""
+    """Tensors given to a start are not overwritten by operations that follow it in its graph if the wait is in another
+    graph."""
 
     def wait(started, other, product):
         beside = torch.sin(other @ product)  # as large as what is sent back, and its gradients come behind that

@@ -154,7 +154,7 @@ def test_a_route_shows_its_lists():
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_lists_in_a_compiled_graph(dynamic):
-    """Of a capacity, and of as many rows as only the data tell."""
+    """Compiled lists are right for a given capacity, and for a number of rows that only the data determine."""
     torch._dynamo.reset()
     with toy.communicator(strict=False) as comm:
         x, topk_idx, _ = toy.inputs(6, seed=cases.fresh_seed())
@@ -248,7 +248,7 @@ def test_biases_and_scales_of_experts(compiled):
 
 
 def test_a_bias_that_is_added_everywhere_is_found_out():
-    """What is undefined on a GPU is NaN here: a gradient that sums over all rows shows it. Zeros hid this."""
+    """A gradient that sums over all rows becomes NaN, because rows that are undefined on a GPU are NaN here."""
     for strict in (True, False):
         with toy.communicator(strict=strict) as comm:
             x, topk_idx, weights = toy.inputs(6, grad=True)
@@ -261,7 +261,7 @@ def test_a_bias_that_is_added_everywhere_is_found_out():
 
 
 def test_split_operations_are_not_interrupted():
-    """As on GPUs."""
+    """An operator between start and wait raises, as on GPUs."""
     with toy.communicator() as comm:
         x, topk_idx, weights = toy.inputs(4)
         started = comm.dispatch_start(x, topk_idx, weights)

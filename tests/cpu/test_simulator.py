@@ -49,7 +49,7 @@ def test_promises_are_kept(fault: str) -> None:
 @pytest.mark.drawn
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_every_rule_is_needed(name: str) -> None:
-    """What is broken on purpose is found."""
+    """The simulator finds an error when a rule of the protocol is removed."""
     seed, (mutant, fault) = fresh_seed(), MUTATIONS[name]
     assert cases.search(range(seed, seed + UNTIL_FOUND), fault, mutant) is not None
 

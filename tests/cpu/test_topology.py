@@ -355,7 +355,8 @@ def test_ranks_of_two_domains(backend: str) -> None:
 
 
 def test_values_that_kernels_do_not_take() -> None:
-    """As a bound of memory that they cannot keep: what "auto" then takes is slow, which is said."""
+    """A value that kernels cannot run, such as a bound of memory, makes "auto" select the reference backend, with a
+    warning."""
     why = "staging_bytes is 1000; in 64 rounds"
     first, second = run_ranks(2, agreed, "aa", {}, {"backend": "auto"}, why)
     assert second == ["reference", ((0, 1),), "auto"]

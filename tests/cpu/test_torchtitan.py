@@ -203,7 +203,7 @@ def test_equal_to_the_all_to_all_dispatcher(ranks: int, way: Any, fields: dict[s
 @needs_torchtitan
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[-1]])
 def test_experts_with_biases(way: Any) -> None:
-    """What lies in rows that nobody owns reaches no bias."""
+    """The gradient of a bias does not depend on rows that hold no token."""
     for of_rank in run_ranks(2, compared, *way[:3], dict(dtype="bfloat16"), "gpt_oss"):
         assert of_rank["difference"] < 2e-2, of_rank["difference"]
 

@@ -175,8 +175,8 @@ class Never:
 
 
 def test_who_is_named_and_who_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four ranks, in one process: those that wait as well are not named, one that has left is enough to give up,
-    and whoever hears of that does not wait any longer. All of them close their connections, which ends the others'."""
+    """Of four ranks in one process, those that wait as well are not named. A rank gives up when one has left, and
+    whoever learns that waits no longer. All of them close their connections, which ends the others' waits."""
     store, closed = dist.HashStore(), []
     monkeypatch.setattr(waits, "store_of", lambda group, number: store)
     monkeypatch.setattr(waits, "has_left", lambda group, number, rank: rank == 3)

@@ -47,8 +47,9 @@ def rows_of(comm: ep_ops.Communicator, sent: ep_ops.Dispatched, seed: int) -> Te
 @pytest.mark.parametrize("bound", [TOKENS, 2 * TOKENS], ids=["latency", "throughput"])
 @pytest.mark.parametrize(("dtype", "hidden", "format"), CASES)
 def test_every_combine(format, dtype, hidden, bound, seed, monkeypatch):
-    """Of grouped, padded and token-major rows, with drops, weights, a residual, and split; the checking mode raises the
-    first difference. Operations with a format and without alternate."""
+    """Combines with a format return the reference's bits, for grouped, padded and token-major rows, with drops,
+    weights, a residual, and split. Operations with and without a format alternate; checking mode raises the first
+    difference."""
     monkeypatch.setenv("EP_OPS_CHECK", "1")
     rank, world_size = ranks()
     with make_comm("cute", "sums", latency_max_tokens=TOKENS, **config(world_size, dtype, hidden)) as comm:

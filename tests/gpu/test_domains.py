@@ -33,7 +33,8 @@ def test_every_operator(name, make, few, seed, together):
 
 @pytest.mark.parametrize("tokens", ["many", "unequal", "none", "nowhere"])
 def test_tokens(tokens, make, few, seed, together):
-    """As many as there may be, another number on each rank, none at all, and none that names an expert."""
+    """Results are right for as many tokens as allowed, for another number on each rank, for none, and for tokens
+    without experts."""
     rank, world_size = ranks()
     count = {"many": TOKENS, "unequal": TOKENS * (rank + 1) // world_size - rank, "none": 0, "nowhere": 50}[tokens]
     idx = drawn(seed, 3, count)[1]

@@ -181,7 +181,7 @@ def test_residual_on_one_rank(together):
 @pytest.mark.parametrize("few", [0, None])
 @pytest.mark.parametrize("kind", ["dispatch", "dynamic", "combine", "planned", "gathered", "start", "wait"])
 def test_rejections_reach_everybody(kind, few, together):
-    """What one rank rejects ends on all of them at once; they are told why, and go on."""
+    """When one rank rejects an operation, it ends on all ranks at once with the reason, and they can go on."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         pytest.skip("needs several ranks")
     config = {**CONFIG, "latency_max_tokens": few, "symmetric_rows": 1024 * dist.get_world_size() + 1}

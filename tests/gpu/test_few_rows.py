@@ -121,7 +121,7 @@ def test_what_is_not_written(dtype, seed):
 
 
 def test_bits_do_not_depend_on_tiles(seed):
-    """Of all sizes that select tiles, and of a row alone."""
+    """The bits of a row are the same for all sizes that select tiles, and for the row alone."""
     draw = random.Random(seed)
     of, route = case(draw, 1, most=40, alignment=1)
     x, weights = of.poisoned(512, torch.bfloat16, draw, 1.0).cuda(), weights_of(5, 512, 384, torch.bfloat16, seed)

@@ -136,8 +136,8 @@ def test_backward(how, seed, together):
 
 @pytest.mark.parametrize("bound", [MANY, FEW])
 def test_memory_is_not_used_again_too_early(bound, seed, together):
-    """What a start was given, and freed by everybody else, is not overwritten before the wait; results stay as they are
-    when more operations follow. One rank is late, so that the others' operations last."""
+    """Tensors given to a start that everybody else has freed are not overwritten before the wait, and results stay as
+    they are when more operations follow. One rank is late, so that the others' operations last."""
     rank, _ = ranks()
     delay = one_is_late(seed)
     ops = torch.ops.ep

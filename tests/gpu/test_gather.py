@@ -69,7 +69,7 @@ def by_rank_config(world_size: int, tokens: int) -> dict[str, Any]:
 @pytest.mark.parametrize("sms", [1, 24, 132])
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_one_row_per_token_and_rank(tokens, sms, seed, together):
-    """What the gathering combine is for."""
+    """A gathering combine of one row for each token and rank returns the sum of these rows."""
     rank, world_size = ranks()
     if sms == 1 and tokens > 512:
         pytest.skip("slow")

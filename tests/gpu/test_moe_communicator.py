@@ -136,7 +136,7 @@ def computed(output: DispatchOutput, handle: DispatchHandle, of_local: Tensor) -
 
 @pytest.mark.parametrize(("mode", "layout"), WAYS)
 def test_placement_changes_between_replays(mode: str, layout: str, seed: int, together: Any, tmp_path: Path) -> None:
-    """Of one graph: ids go where the placement of that replay has their experts, and sums are right to the bit."""
+    """Each replay of one graph sends ids to the places of its placement, and its sums are right to the bit."""
     rank, world_size = ranks()
     with torch.no_grad(), made(world_size, mode, layout, statistics=True) as moe:
         moe.warmup()
@@ -243,7 +243,7 @@ def test_two_requests_under_way(mode: str, layout: str, seed: int, together: Any
 @few_processes
 @pytest.mark.parametrize("layout", ["grouped", "token_major"])
 def test_compiled(layout: str, seed: int, together: Any) -> None:
-    """As one graph, with gradients; another placement compiles nothing anew."""
+    """A layer compiles to one graph with gradients; another placement does not compile it again."""
     rank, world_size = ranks()
     with made(world_size, layout=layout, statistics=True) as moe:
         moe.warmup()

@@ -97,7 +97,7 @@ class Steps:
 @pytest.mark.parametrize("taken", [1, sm_model.MARGIN, 60, None])
 @pytest.mark.parametrize("kind", ["many", "few"])
 def test_blocks_that_stay(kind, taken, comms, together) -> None:
-    """Of a kernel that holds so many multiprocessors, or all but what is needed, and does not end before the operations
+    """Operations end while another kernel holds some multiprocessors, or all but those that are needed, until they
     have."""
     launcher = comms[kind][0].backend._launcher
     if taken is None:

@@ -66,7 +66,7 @@ def test_blocks_follow_the_rows_that_there_is_room_for(monkeypatch: pytest.Monke
 
 
 def test_a_budget_that_was_set_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows of any kind; how many of it push still follows the rows."""
+    """A budget that was set is used for rows of any kind; the number of blocks that push still follows the rows."""
     assert [given[0] for given in blocks_of(monkeypatch, True, (40, 64))] == [40, 40, 40, 64, 64]
     assert [given[0] for given in blocks_of(monkeypatch, True, (None, 64))] == [29, 30, 30, 64, 64]
     assert [given[0] for given in blocks_of(monkeypatch, True, (40, None))] == [40, 40, 40, 110, 110]

@@ -42,7 +42,7 @@ def some() -> list[str]:
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutations_still_apply(name: str) -> None:
-    """What a nightly run leaves out of the kernels is there, and its check exists."""
+    """The source that the nightly run removes exists, and so does its check."""
     check, file, old, new = MUTATIONS[name]
     source = (ROOT / "cute_kernels" / file).read_text()
     assert check in CHECKS and source.count(old) == 1 and new != old

@@ -36,7 +36,8 @@ def run(rows: int, share: local_kernels.Share, given: tuple[torch.Tensor, ...], 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_two_launches(transposed: bool, launched: list[tuple[Any, ...]]) -> None:
-    """Of kernels for the sizes, on weights as they lie in memory; blocks for the experts that can be named."""
+    """Two kernels for the sizes are launched, on weights as they lie in memory, with blocks for the experts that can be
+    named."""
     given = weights(transposed)
     run(64, local_kernels.Share(2, 3, 1), given)
     (first, *_), (second, *_) = launched
@@ -68,7 +69,7 @@ def test_weights_in_another_order_are_copied(launched: list[tuple[Any, ...]]) ->
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_weights_at_odd_addresses_are_copied(transposed: bool, launched: list[tuple[Any, ...]]) -> None:
-    """As views of a flat parameter may be."""
+    """Weights that do not begin at a multiple of 16 bytes, such as views of a flat parameter, are copied."""
     odd = []
     for w in weights(False):
         stored = w.mT if transposed else w

@@ -45,7 +45,7 @@ def test_the_last_comes_first() -> None:
 
 
 def test_waits_of_an_operation_that_is_over_do_not_count() -> None:
-    """Of 3 ranks; operation 18 has left some where 34 has its own."""
+    """Waits that operation 18 of 3 ranks has left do not count for operation 34, which uses the same place."""
     words = [0] * 3 * NOTES
     words[6:9] = [1 << WAIT_BITS | 7000, 2 << WAIT_BITS | 5, 2 << WAIT_BITS]  # in the place of 2, 18, 34
     words[3] = 2 << WAIT_BITS | (1 << WAIT_BITS) - 1

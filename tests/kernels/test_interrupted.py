@@ -82,7 +82,8 @@ def rejected_here(failures: Failures) -> None:
 
 
 def test_max_tokens_beyond_the_most(backend: Any, device: Device) -> None:
-    """As many operations as the peers' call takes that passes none, not as many as the wrong value would take."""
+    """A rejected call with a wrong max_tokens counts as many operations as the peers' calls, not as many as the wrong
+    value would take."""
     most = PROBLEM.planned_tokens
     for max_tokens in (most + 1, 1000 * most, -1, "many"):
         backend.reject("dispatch", "why", 0, max_tokens)
@@ -217,7 +218,8 @@ def test_between_the_halves_of_a_dynamic_dispatch(
 
 
 def test_a_start_and_a_wait(backend: Any, device: Device, failures: Failures) -> None:
-    """Of few tokens the wait receives: in its place the operation is rejected. The flight is free afterwards."""
+    """If a start on latency kernels is interrupted, its wait rejects the operation, and the flight is free
+    afterwards."""
     backend.start(0, "dispatch", X, None, IDX, FEW, PLAIN)
     device.take()
     backend._flights._under_way[0].receive = raises(OOM), raises(OOM)
@@ -326,7 +328,7 @@ def test_a_bound_call_that_cannot_launch(backend: Any, device: Device, failures:
 
 
 def test_a_call_that_tells_of_one_of_two(backend: Any, device: Device, failures: Failures) -> None:
-    """What is left to tell does not keep it from running: the next call tells that, and runs as well."""
+    """A call that can report one of two rejections runs; the next call reports the other one and runs as well."""
     rejected_by_a_peer(failures, "dispatch", 400, 1)
     rejected_here(failures)
     for text in ("rejected by rank 1: why", "topk_idx holds 99 at flat index 7"):

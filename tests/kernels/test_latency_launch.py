@@ -155,7 +155,7 @@ def test_bound_calls(name: str, weights: torch.Tensor | None, backend: Any, monk
 
 @pytest.mark.parametrize("sizes", [FEW, MANY, IN_THREE], ids=["few", "many", "in rounds"])
 def test_bound_calls_keep_no_tensors(sizes: Sizes, backend: Any) -> None:
-    """What is remembered of a call does not keep its tensors alive, which may lie in the memory of a CUDA graph."""
+    """A remembered call does not keep its tensors alive, which may lie in the memory of a CUDA graph."""
     kept: list[Any] = []
 
     def of(sent: torch.Tensor) -> None:
@@ -213,7 +213,7 @@ def test_a_rank_alone_wastes_no_block(path, recorder) -> None:
 
 
 def test_puts_find_a_block_each(path, recorder) -> None:
-    """As far as there are so many; blocks that send need not receive, too, unless all do."""
+    """Each put has a block of its own as far as there are so many; blocks that send also receive only if all do."""
     far = recorder.problem.world_size - recorder.problem.domain_ranks
     for tokens in (1, 8, 20, 40, 256):
         deals = (path._dispatch_deal(tokens, True, True), path._combine_deal(tokens, 4, True, True))

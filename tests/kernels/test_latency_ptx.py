@@ -89,7 +89,8 @@ def assert_epoch_is_held(ptx: str) -> None:
     ("large", "sm_90a"), pytest.param("uneven", "sm_100a", marks=pytest.mark.drawn), ("most", "sm_90a")
 ])  # fmt: skip
 def test_token_major(name: str, arch: str) -> None:
-    """What sends is as ever; what receives stores each row once, and a row's ids and weights beside it."""
+    """The kernel that receives token-major rows stores each row once, with its ids and weights; the one that sends is
+    unchanged."""
     problem, tokens = {**PROBLEMS, "most": (MOST, 28)}[name]
     whole = LatencyDispatch(problem, tokens, True, token_major=True)
     assert_two_blocks_fit(whole, arch)
@@ -117,7 +118,7 @@ def test_combine(name: str, weighted: bool, arch: str) -> None:
 
 @pytest.mark.parametrize("kernel", [LatencyDispatch, LatencyCombine])
 def test_split_operations(kernel) -> None:
-    """What only sends waits for nobody and leaves the epoch alone; what only receives sends nothing."""
+    """A kernel that only sends waits for nobody and leaves the epoch alone; one that only receives sends nothing."""
     start = compiled_ptx(kernel(LARGE, 256, True, True, False), "sm_90a")
     assert "ld.volatile.global.v4.b32" not in start and "atom.relaxed.gpu.global.add" not in start
     wait = compiled_ptx(kernel(LARGE, 256, True, False, True), "sm_90a")

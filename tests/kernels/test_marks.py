@@ -278,7 +278,7 @@ def test_rejection():
 
 
 def test_rejection_in_rounds():
-    """Of an operation that takes several epochs the host is told once, whichever it sees."""
+    """The rejection of an operation of several epochs is reported once, whichever epoch the host reads."""
     made = object.__new__(Report)
     made._reported = 0
     most = MOST_RANKS_ACROSS - 1

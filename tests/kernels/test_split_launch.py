@@ -145,7 +145,8 @@ def test_few_tokens_and_another_start(backend: Any, device: Device) -> None:
 
 
 def test_flights_that_are_ended(backend: Any, device: Device) -> None:
-    """What has only been sent is received, so that this rank's number of operations remains that of its peers."""
+    """Flights that have only sent are received when they are ended, so that this rank counts as many operations as its
+    peers."""
     backend.start(0, "dispatch", X, WEIGHTS, IDX, FEW, PLAIN)
     backend.start(1, "dispatch", X, None, IDX, MANY, PLAIN)
     backend.end_flights()
@@ -211,7 +212,7 @@ def test_a_capture_that_failed(backend: Any, device: Device) -> None:
 
 
 def test_a_start_that_runs_and_one_that_is_captured(backend: Any, device: Device) -> None:
-    """What runs is received where it runs, not in the capture of another one; its wait finds that."""
+    """A start that runs is received outside of the capture of another start, and its wait takes that result."""
     backend.start(0, "dispatch", X, None, IDX, FEW, PLAIN)
     device.take()
     device.capturing = 1
@@ -267,7 +268,8 @@ def test_rejections(backend: Any, device: Device) -> None:
 
 
 def test_rejections_of_what_goes_in_rounds(backend: Any, device: Device) -> None:
-    """As many operations as the peers' kernels make of it; the route is one that is told before rows move."""
+    """A rejected call counts as many operations as the kernels of the peers run, with one more for a route that is sent
+    before rows."""
     reject = ("launches", "caller", "Reject")
     most = PROBLEM.max_tokens
     for operator, max_tokens, turns in (

@@ -58,7 +58,7 @@ def test_weighted(kernel: SwiGLURows, arch: str) -> None:
 
 @pytest.mark.parametrize(("kernel", "arch"), compiled(QUANTISED), ids=str)
 def test_quantized(kernel: SwiGLURows, arch: str) -> None:
-    """What is quantized never leaves in its own dtype; padding alone is stored by 16 bytes."""
+    """Quantized rows are not stored in their own dtype; only padding is stored by 16 bytes."""
     ptx = compiled_ptx(kernel, arch)
     assert ".local" not in ptx
     assert count(ptx, LOADS) == 2 * kernel.ahead and count(ptx, STORES) == 1

@@ -34,7 +34,7 @@ def in_rounds(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> tuple[Throug
 
 
 def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is told of a route is told of all tokens, once; rows go by as many as the memory takes at a time."""
+    """A route is announced once for all tokens; rows move in rounds of as many as the memory holds."""
     path, recorder = in_rounds(PROBLEM, monkeypatch)
     x, weights = torch.zeros(70, 64, dtype=torch.bfloat16), torch.zeros(70, 4)
     idx = torch.zeros(70, 4, dtype=torch.int32)
