@@ -179,8 +179,11 @@ class Communicator(Methods):
         Raises:
             TypeError, ValueError: as for :class:`Communicator`.
         """
-        key = group_of(group), configured("Communicator.shared", config, options), device
-        found = _shared.get(key)
+        try:
+            key = group_of(group), configured("Communicator.shared", config, options), device
+            found = _shared.get(key)
+        except Exception:  # creation raises the error on all ranks
+            return cls(group, config, device=device, **options)
         if found is None or found.destroyed:
             found = _shared[key] = cls(group, key[1], device=device)
         return found

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from ep_ops.communicator import Communicator, together
+from ep_ops.group import meeting
+from ep_ops.group.exchange import Exchange
 
 
 def check_launch(group: Any) -> None:
@@ -23,6 +25,24 @@ def check_launch(group: Any) -> None:
             f"WORLD_SIZE is {ranks} in the environment, but torch.distributed is not initialized, so every process"
             " would keep all experts; call torch.distributed.init_process_group() before spread_experts"
         )
+
+
+@contextlib.contextmanager
+def raising_together(exchange: Exchange) -> Iterator[None]:
+    """Raise an error of the ``with`` block on all ranks, on the others as a ValueError. Collective."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    try:
+        with exchange.turn:
+            meeting.meet(exchange, "spread_experts", problem=None if error is None else str(error))
+    except ValueError:
+        if error is None:
+            raise
+    if error is not None:
+        raise error
 
 
 def check_unwrapped(name: str, experts: nn.Module) -> None:
@@ -55,15 +75,11 @@ def _held(parameters: dict[str, Tensor]) -> list[str]:
     return [name for name, p in parameters.items() if id(p) in held]
 
 
-def check_equal(comm: Communicator, parameters: dict[str, Tensor]) -> None:
-    """Raise ValueError on all ranks if the parameters differ between ranks. Collective.
-
-    Compares a checksum of each parameter, so that every weight is read once.
-    """
-    own = {name: checksum(p) for name, p in parameters.items()}
-    with together(comm, "spread_experts"):
-        every: list[dict[str, int]] = comm.exchange.all_gather_object(own)
-    for name in own:
+def check_equal(exchange: Exchange, own: dict[str, int]) -> None:
+    """Raise ValueError on all ranks if the checksums of parameters differ between ranks. Collective."""
+    with exchange.turn:
+        every: list[dict[str, int]] = exchange.all_gather_object(own)
+    for name in dict.fromkeys(name for one in every for name in one):
         sums = [one.get(name) for one in every]
         if len(set(sums)) > 1:
             others = [rank for rank, one in enumerate(sums) if one != sums[0]]

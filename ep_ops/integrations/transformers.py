@@ -49,8 +49,17 @@ else:
     _no_interface = None
 
 from ep_ops import registry
+from ep_ops.arguments import device_of, group_of
 from ep_ops.communicator import Communicator
-from ep_ops.integrations.spread_checks import check_equal, check_launch, check_optimizers, check_unwrapped
+from ep_ops.group.exchange import Exchange
+from ep_ops.integrations.spread_checks import (
+    check_equal,
+    check_launch,
+    check_optimizers,
+    check_unwrapped,
+    checksum,
+    raising_together,
+)
 from ep_ops.nn.apart import check_averaging, check_shards, parameters_apart
 from ep_ops.nn.expert_module import check_split, check_state, experts_dtensor
 
@@ -115,53 +124,64 @@ def spread_experts(
     Raises:
         ValueError: there are no experts, top_k is unknown, the model was sharded before or has parametrized experts,
             the experts' weights differ between ranks, or ``experts_per_rank`` is not the default.
+        TypeError: an option is unknown, or follows from the model.
         RuntimeError: an optimizer holds parameters of the experts, or a launcher has started several processes but
             ``torch.distributed`` is not initialized.
+
+        If only some ranks find such an error, the others raise a ValueError with the same text.
     """
     check_launch(group)
     for block in model.modules():
         if isinstance(block, Llama4TextMoe):
             _give_routing(block)
-    # transformers' modules of experts share an interface
-    found = [
-        name for name, m in model.named_modules() if hasattr(m, "_is_expert_parallel") and hasattr(m, "num_experts")
-    ]
-    if not found:
-        raise ValueError(f"{type(model).__name__} has no MoE layer with transformers' interface of experts")
-    modules: dict[str, Any] = {name: model.get_submodule(name) for name in found}
-    for name, experts in modules.items():
-        if experts._is_expert_parallel:
-            raise ValueError(f"{name} of {type(model).__name__} is already spread over ranks; call spread_experts once")
-        check_unwrapped(name, experts)
     options |= {"max_tokens_per_rank": max_tokens_per_rank}
-    comms = {name: _communicator(experts, group, dtype, options) for name, experts in modules.items()}
-    if comms[found[0]].world_size > 1:
-        check_optimizers({f"{name}.{last}": p for name, m in modules.items() for last, p in _of_experts(m).items()})
-        check_equal(
-            comms[found[0]], {f"{name}.{last}": p for name, m in modules.items() for last, p in m.named_parameters()}
-        )
+    exchange, own = Exchange(group_of(group), device_of(None)), dict[str, int]()
+    with raising_together(exchange):
+        modules = _to_spread(model)
+        asked = {name: _options(experts, dtype, options) for name, experts in modules.items()}
+        if exchange.world_size > 1:
+            check_optimizers({f"{name}.{last}": p for name, m in modules.items() for last, p in _of_experts(m).items()})
+            own = {f"{name}.{last}": checksum(p) for name, m in modules.items() for last, p in m.named_parameters()}
+    check_equal(exchange, own)
+    comms = {name: Communicator.shared(group, **sizes) for name, sizes in asked.items()}
+    for comm in comms.values():
+        check_split(comm, "spread_experts")
     made: dict[nn.Parameter, nn.Parameter] = {}  # layers may share experts
     for name, experts in modules.items():
         _spread(experts, comms[name], capacity, dtype, made)
     saves: Any = model
     if hasattr(model, "save_pretrained"):
         saves.save_pretrained = functools.partial(_save_whole, model, type(saves).save_pretrained)
+    return list(modules)
+
+
+def _to_spread(model: nn.Module) -> dict[str, Any]:
+    """Return the modules of experts by name. ValueError if there are none, or if one cannot be spread."""
+    # transformers' modules of experts share an interface
+    found = {
+        name: m for name, m in model.named_modules() if hasattr(m, "_is_expert_parallel") and hasattr(m, "num_experts")
+    }
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no MoE layer with transformers' interface of experts")
+    for name, experts in found.items():
+        if experts._is_expert_parallel:
+            raise ValueError(f"{name} of {type(model).__name__} is already spread over ranks; call spread_experts once")
+        check_unwrapped(name, experts)
     return found
 
 
-def _communicator(
-    experts: Any, group: dist.ProcessGroup | None, dtype: torch.dtype | None, options: dict[str, Any]
-) -> Communicator:
-    """Return the communicator of one module of experts. Layers of equal sizes share one."""
+def _options(experts: Any, dtype: torch.dtype | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of the communicator of a module of experts. Modules with equal options share one."""
     parameter = next(experts.parameters())
-    top_k = options.get("top_k") or _top_k(experts)
-    row = experts.down_proj.shape[-1 if experts.is_transposed else -2]  # may differ from the model's hidden size
-    comm = Communicator.shared(
-        group, num_experts=experts.num_experts, hidden_size=row, dtype=dtype or parameter.dtype,
-        device=parameter.device, **options | {"top_k": top_k},
-    )  # fmt: skip
-    check_split(comm, "spread_experts")
-    return comm
+    known = {
+        "num_experts": experts.num_experts,
+        "hidden_size": experts.down_proj.shape[-1 if experts.is_transposed else -2],  # may differ from the model's
+        "dtype": dtype or parameter.dtype,
+        "device": parameter.device,
+    }
+    if twice := sorted(known.keys() & options.keys()):
+        raise TypeError(f"spread_experts got {', '.join(twice)}; allowed: options that do not follow from the model")
+    return options | known | {"top_k": options.get("top_k") or _top_k(experts)}
 
 
 def _of_experts(experts: Any) -> dict[str, nn.Parameter]:

@@ -265,16 +265,34 @@ def rejected() -> None:
         with torch.no_grad():
             experts.down_proj.copy_(whole)
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    with pytest.raises(RuntimeError, match=f"an optimizer holds {name}, which .*create optimizers after"):
-        spread_experts(model, max_tokens_per_rank=16)
-    del optimizer
+    for ranks_with in (range(ranks), range(1)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0) if rank in ranks_with else None
+        kind = RuntimeError if rank in ranks_with else ValueError
+        with pytest.raises(kind, match=f"an optimizer holds {name}, which .*create optimizers after"):
+            spread_experts(model, max_tokens_per_rank=16)
+        del optimizer
 
-    torch.nn.utils.parametrize.register_parametrization(experts, "down_proj", torch.nn.Identity())
-    with pytest.raises(ValueError, match="layers.1.mlp.experts is parametrized .*call spread_experts before"):
-        spread_experts(model, max_tokens_per_rank=16)
-    torch.nn.utils.parametrize.remove_parametrizations(experts, "down_proj")
+        if rank in ranks_with:
+            torch.nn.utils.parametrize.register_parametrization(experts, "down_proj", torch.nn.Identity())
+        with pytest.raises(ValueError, match="layers.1.mlp.experts is parametrized .*call spread_experts before"):
+            spread_experts(model, max_tokens_per_rank=16)
+        if rank in ranks_with:
+            torch.nn.utils.parametrize.remove_parametrizations(experts, "down_proj")
+
+    wrong: list[tuple[Any, dict[str, Any], str]] = [
+        (torch.nn.Linear(2, 2), {}, "Linear has no MoE layer"),
+        (model, {"num_experts": 6}, "spread_experts got num_experts; allowed: options that do not follow from"),
+        (model, {"misspelled": 2}, "got unknown arguments misspelled"),
+        (model, {"alignment": [4]}, r"alignment is \[4\]"),
+    ]
+    for given, options, text in wrong:  # on the last rank
+        with pytest.raises((TypeError, ValueError), match=text):
+            spread_experts(
+                *((given,) if rank == ranks - 1 else (model,)),
+                max_tokens_per_rank=16,
+                **(options if rank == ranks - 1 else {}),
+            )
 
     assert not any(isinstance(p, DTensor) for p in model.parameters())
     others = torch.optim.SGD(model.lm_head.parameters(), lr=1.0)  # holds no experts
