@@ -43,17 +43,17 @@ def problem_of(world_size: int, hidden_size: int, dtype: str, max_tokens: int, w
 
 
 def depth_of(world_size: int) -> int:
-    """Of an adversary: fewer than an operation's puts."""
+    """Return the depth of an adversary's mailbox: fewer than an operation's puts."""
     return 4 * world_size
 
 
 def batch_word(ranks: sync.Ranks, rows: Int32, last: Int32) -> Int64:
-    """Of a batch of this operation."""
+    """Return the word of a batch of this operation."""
     return word_of(ranks, Int64(rows) | (Int64(last) * LAST))
 
 
 class BatchesArgs(NamedTuple):
-    """Of :class:`Batches`."""
+    """Arguments of :class:`Batches`."""
 
     ranks: RankArgs
     x: Int64  # [W, max_tokens, H] rows for each rank

@@ -37,7 +37,7 @@ def room(capacity: int | None, slots: int) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class RouteCase:
-    """What all ranks ask for, and into how much room."""
+    """The expert ids of all ranks, and the sizes of their receive buffers."""
 
     name: str
     experts_per_rank: tuple[int, ...]
@@ -48,7 +48,7 @@ class RouteCase:
     slots: tuple[int, ...]  # of each rank, 0 in the flat layout
 
     def layout(self, rank: int) -> str:
-        """Of the rows of a rank."""
+        """Return the layout of a rank's rows."""
         return "padded" if self.slots[rank] else "grouped"
 
     def room(self, rank: int) -> dict[str, Any]:
@@ -162,7 +162,7 @@ CASE_NAMES = tuple(route_cases(1, 0))
 
 @dataclasses.dataclass
 class Plan:
-    """What planning returns on one rank."""
+    """The result of planning on one rank."""
 
     send_rows: Tensor  # [T, K]
     arrivals: Tensor  # [4 R + W + 3], -1 where it is undefined
@@ -174,7 +174,7 @@ class Plan:
 
 @dataclasses.dataclass
 class Rows:
-    """What dispatch brings to one rank; rows outside ``covered`` are undefined."""
+    """The rows that a dispatch delivers to one rank; rows outside ``covered`` are undefined."""
 
     x: Tensor  # [R, H]
     weights: Tensor  # [R]
@@ -271,7 +271,7 @@ def expected_arrivals(case: RouteCase, rank: int, table: Tensor, num_rows: int) 
 
 
 def copy_number(case: RouteCase, experts: Sequence[int], rank: int) -> int:
-    """Of the copy at ``rank`` of a token that names ``experts``."""
+    """Return the number of the copy at ``rank`` of a token that names ``experts``."""
     return sorted({case.holder(expert)[0] for expert in experts if expert != -1}).index(rank)
 
 

@@ -15,7 +15,7 @@ OWN = EXPERTS // RANKS  # experts of a rank
 
 @dataclasses.dataclass
 class Given:
-    """Of one rank."""
+    """Inputs of one rank."""
 
     x: Tensor
     idx: Tensor  # int64

@@ -1,4 +1,4 @@
-"""What the random subset of tests of a run follows from."""
+"""The text that determines the random subset of tests of a run."""
 
 from __future__ import annotations
 

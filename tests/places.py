@@ -22,7 +22,7 @@ def local_ids(draw: random.Random, rows: int, top_k: int, experts: int) -> Tenso
 
 
 class TokenMajor(NamedTuple):
-    """What a rank knows of rows that came, and of its own tokens."""
+    """A rank's knowledge of received rows, and of its own tokens."""
 
     topk_idx: Tensor
     send_rows: Tensor
@@ -36,7 +36,7 @@ class TokenMajor(NamedTuple):
 
 
 def token_major(draw: random.Random, ranks: int, each: int, most_rows: int, most_tokens: int = 9) -> TokenMajor:
-    """Of ranks with so many experts each. What is undefined in `arrivals` is 7."""
+    """Return token-major routes of ranks with so many experts each. Undefined values in `arrivals` are 7."""
     top_k, rank = draw.randint(1, 8), draw.randrange(ranks)
     tokens, rows = draw.randint(0, most_tokens), draw.randint(1, most_rows)
     ids = local_ids(draw, rows, top_k, each)

@@ -1,4 +1,4 @@
-"""What quantized rows and their scales must be, number by number, straight from docs/formats.md.
+"""Expected quantized rows and their scales, number by number, from docs/formats.md.
 
 Nothing here uses ep_ops: a test compares the two. Numbers are Python floats (which hold every fp32 number, and products
 and quotients of two before they are rounded), bytes are ints.
@@ -78,7 +78,7 @@ def codes_of(block: list[float], scale: float, kind: str) -> list[int]:
 
 
 def byte_of(scale: float) -> int:
-    """Of a power of two: its exponent + 127; 255 for Inf."""
+    """Return the byte of a power of two: its exponent + 127; 255 for Inf."""
     return 255 if math.isinf(scale) else 0 if scale == 0 else math.frexp(scale)[1] - 1 + 127
 
 

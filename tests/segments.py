@@ -35,7 +35,8 @@ class Drawn(NamedTuple):
 
 def segments(draw: random.Random, slots: int = 0, experts: int = 5, alignment: int = 4, behind: int = 9,
              most: int = 11) -> Drawn:  # fmt: skip
-    """Of up to `most` rows, or `slots`; some empty, one not. `behind` rows behind the last, if there are no slots."""
+    """Draw segments of up to `most` rows, or `slots`; some empty, one not. `behind` rows behind the last, if there are
+    no slots."""
     counts = [draw.choice([0, draw.randint(0, slots or most)]) for _ in range(experts)]
     counts[draw.randrange(experts)] = slots or most
     begin, offs, kept, padding = 0, [], [], []

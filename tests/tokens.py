@@ -19,7 +19,7 @@ NAN = float("nan")
 
 @dataclasses.dataclass
 class Copies:
-    """Of one rank."""
+    """The copies of one rank."""
 
     rows: list[tuple[int, int]]  # (source rank, token) of each row that holds a token
     num_rows: int
@@ -32,7 +32,7 @@ class Copies:
 
 
 def expected_copies(case: RouteCase, capacity: Sequence[int] | None) -> list[Copies]:
-    """Of each rank, for so many rows; as many as are needed where that is None."""
+    """Return the copies of each rank, for so many rows; as many as are needed where that is None."""
     send = [torch.full(tuple(idx.shape), -1, dtype=torch.int32) for idx in case.topk_idx]
     found = []
     for rank, held in enumerate(case.experts_per_rank):
@@ -84,7 +84,7 @@ def expected_sums(
     domains: Sequence[Sequence[int]] = (),
     sent: Callable[[Tensor], Tensor] | None = None,
 ) -> list[Tensor]:
-    """What a combine of one row for each copy gives: sums over ranks ascending, rounded once; of several NVLink domains
+    """Return the combine of one row for each copy: sums over ranks ascending, rounded once; of several NVLink domains
     (ordered by their lowest ranks) first those of each, rounded unless it is the owner's own. ``sent``: what arrives of
     a row [H] of fp32 (fp64); without it the row rounded to y's dtype."""
     wire = y[0].dtype
@@ -150,7 +150,7 @@ def expected_lists(local_idx: Tensor, experts: int, alignment: int, length: int)
 
 
 def expected_reduced(y: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
-    """Of each row the weighted sum of its places, k ascending, rounded once."""
+    """Return the weighted sum of each row's places, k ascending, rounded once."""
     exact = torch.float64 if y.dtype == torch.float64 else torch.float32
     out = torch.zeros(places.shape[0], y.shape[1], dtype=exact)
     for row, own in enumerate(places.tolist()):

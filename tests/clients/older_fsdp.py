@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init
 
 @dataclasses.dataclass
 class ShardPlacementResult:
-    """What torchtitan's callback returns for a parameter."""
+    """The result of torchtitan's callback for a parameter."""
 
     placement: Any
     mesh_info: Any

@@ -72,7 +72,7 @@ LAYERS = 2  # with experts
 
 
 class Numbers(BaseTokenizer):
-    """Of the data below, which are numbers already."""
+    """A tokenizer for the data below, which are numbers already."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):

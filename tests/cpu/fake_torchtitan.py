@@ -1,4 +1,5 @@
-"""As much of torchtitan 0.3 as ``ep_ops.integrations.torchtitan`` imports, so that its tests run without torchtitan."""
+"""A stand-in for torchtitan 0.3 with the names that ``ep_ops.integrations.torchtitan`` imports, so that its tests run
+without torchtitan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of MoECommunicator share: its sizes, inputs, experts, and the same computed densely."""
+"""Sizes, inputs and experts that tests of MoECommunicator share, and the same layer computed densely."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def communicator(**more: Any) -> MoECommunicator:
 
 @dataclasses.dataclass
 class Given:
-    """Of one rank: small numbers, which all formats but those with scales of fp32 hold exactly."""
+    """Inputs of one rank: small numbers, which all formats but those with scales of fp32 hold exactly."""
 
     x: Tensor
     ids: Tensor
@@ -64,7 +64,7 @@ def dense(given: Given, w: Tensor) -> Tensor:
 
 
 def computed(moe: MoECommunicator, output: DispatchOutput, w: Tensor) -> Tensor:
-    """What the local experts ``w`` [El, H, H] make of what has come."""
+    """Return the outputs of the local experts ``w`` [El, H, H] for received rows."""
     rows, form = output.x.flatten(0, -2), moe.config.quant.format
     if rows.dtype == torch.float8_e4m3fn:
         assert output.scales is not None

@@ -62,7 +62,8 @@ def buffer_step(buffer: deep_ep.Buffer) -> None:
 
 
 def methods(check: str) -> dict[str, Any]:
-    """What each rank raises if rank 0 calls a method one step before rank 1, and whether the next step is right."""
+    """Return what each rank raises if rank 0 calls a method one step before rank 1, and whether the next step is
+    right."""
     rank, found = dist.get_rank(), dict[str, Any]()
     sizes = {name: value for name, value in SIZES.items() if name != "device"}
     config = MoECommunicatorConfig(placement=(0, 1, 2, 3, 4, 5, 0, 1), statistics=True, check=check, **sizes)
@@ -305,7 +306,7 @@ def test_an_argument_that_is_wrong_on_one_rank() -> None:
 
 
 def in_a_child(call: Callable[[], Any]) -> str:
-    """What a function raises in a process that is forked from this one."""
+    """Return what a function raises in a process that is forked from this one."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

@@ -32,7 +32,7 @@ WHOLE += [op.name + TOKEN_MAJOR for op in OPERATORS if op.name in WHOLE and "lay
 
 
 def outputs(name: str) -> list[tuple[int, str]]:
-    """Of what `run` runs, those that have elements."""
+    """Return the outputs of what `run` runs that have elements."""
     empty = ("recv_scales",) if name.endswith(TOKEN_MAJOR) else ("recv_scales", "recv_idx")
     return [(i, what) for i, what in enumerate(NAMES[name.removesuffix(TOKEN_MAJOR)]) if what not in empty]
 
@@ -134,7 +134,8 @@ def test_names_of_results():
 
 
 def check_every_result(seed):
-    """Of one rank one number of one result is changed, in the last bit where it must be right to the last bit."""
+    """Change one number of one result on one rank, in the last bit where it must be right to the last bit, and expect
+    the error."""
     draw = torch.Generator().manual_seed(seed)  # the same on all ranks
     found, expected, made = [], [], 0
     with make(symmetric_rows=40, name="checked") as comm:

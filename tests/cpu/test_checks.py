@@ -78,7 +78,7 @@ def good(name: str) -> dict[str, Any]:
 
 
 def check(comm: ep_ops.Communicator, name: str, arguments: dict[str, Any]) -> None:
-    """What is checked before the operator runs, alone."""
+    """Run the checks of an operator without the operator."""
     if "flight" in arguments:
         checks.flight(arguments["flight"])
     a = CHECKS[name].arguments(**arguments)

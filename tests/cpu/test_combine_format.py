@@ -39,7 +39,7 @@ WIRE = f"wire:{MX}"
 
 
 def arrived(sums: Tensor, format: str) -> Tensor:
-    """What arrives of a sum [H]."""
+    """Return the values that arrive for a sum [H]."""
     return quantized.dequantized(
         *quantized.quantized(sums[None], format.removeprefix("wire:e4m3/")), torch.float32
     ).squeeze(0)
@@ -78,7 +78,7 @@ def drawn(case: RouteCase, dtype: torch.dtype, seed: int, hidden: int) -> list[G
 
 
 def on_routes(made: list[tuple[RouteCase, list[Given]]], size: int | None, format: str) -> list[dict[str, Tensor]]:
-    """What combines of one rank return, for each route."""
+    """Return the results of one rank's combines for each route."""
     rank, found = dist.get_rank(), []
     for case, given in made:
         mine, idx = given[rank], case.topk_idx[rank]
@@ -151,7 +151,7 @@ def test_what_the_benchmark_expects() -> None:
 
 
 def by_token(format: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of token-major rows: their sums, and the rows and where they belong."""
+    """Return the sums of token-major rows, and the rows and where they belong."""
     with communicator(max_tokens_per_rank=16) as comm:
         x, idx, weights = inputs(9 - comm.rank, seed + comm.rank)
         sent = comm.dispatch(x, idx, weights, layout="token_major")

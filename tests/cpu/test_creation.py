@@ -1,4 +1,4 @@
-"""What one rank lacks when a communicator is made ends that on all ranks, with its reason."""
+"""If one rank lacks something for a communicator, creating it fails on all ranks with that reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ep_ops.symmetric import torch_symm
 
 
 def allocate(lacking: int) -> tuple[str, list[str]]:
-    """What a rank raises where rank ``lacking`` has no memory, and what it has done."""
+    """Return what a rank raises where rank ``lacking`` has no memory, and what it has done."""
     done: list[str] = []
 
     def empty(nbytes: int, **_: Any) -> torch.Tensor:

@@ -392,7 +392,8 @@ def test_install() -> None:
 
 
 def _bounds(kind: str) -> list[str]:
-    """What calls come to whose bounds are equal, differ within the communicator's size, and differ beyond it."""
+    """Return the results of calls whose bounds are equal, differ within the communicator's size, and differ beyond
+    it."""
     rank, said = dist.get_rank(), []
     buffer = Buffer(dist.group.WORLD, explicitly_destroy=True)
     elastic = deep_ep.ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=64, explicitly_destroy=True)

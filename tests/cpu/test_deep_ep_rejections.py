@@ -1,4 +1,4 @@
-"""What DeepEP's module rejects on one rank raises on all ranks, and the buffer can be used afterwards."""
+"""A call that DeepEP's module rejects on one rank raises on all ranks, and the buffer can be used afterwards."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ OWN = ("ep_ops", "meta_kernels", "cute_kernels")
 
 
 def anchors(path: Path) -> set[str]:
-    """Of the headings, as GitHub and the site make them."""
+    """Return the anchors of the headings, as GitHub and the site make them."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", path.read_text(), flags=re.S), re.M)
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 

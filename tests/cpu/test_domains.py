@@ -34,7 +34,7 @@ class Given:
 
 
 def drawn(case: RouteCase, dtype: torch.dtype, seed: int) -> list[Given]:
-    """Of very unequal size, so that the order of additions and roundings shows."""
+    """Draw numbers of very unequal size, so that the order of additions and roundings shows."""
     draw = torch.Generator().manual_seed(seed)
 
     def noise(*shape: int) -> Tensor:
@@ -59,7 +59,7 @@ def communicator(case: RouteCase, dtype: torch.dtype, **more: Any) -> ep_ops.Com
 def summed(
     case: RouteCase, given: list[Given], dtype: torch.dtype, hosts: str | None, size: int | None
 ) -> dict[str, Any]:
-    """What the operators that add up return, and the domains. ``hosts``: where ranks say they are."""
+    """Return the results of the operators that add up, and the domains. ``hosts``: where ranks say they are."""
     rank, true_facts = dist.get_rank(), agreement.gpu_facts
     if hosts is not None:
         agreement.gpu_facts = lambda device: GpuFacts(hosts[rank], f"gpu {rank}", None, None)

@@ -1,4 +1,4 @@
-"""What errors say: the argument, what was given, and what is allowed."""
+"""Errors name the argument, what was given, and what is allowed."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Order(TorchDispatchMode):
 
 
 def between(ran: list[str]) -> list[list[str]]:
-    """What ran between each start and its wait."""
+    """Return the operators that ran between each start and its wait."""
     return [part[: part.index(WAIT)] for at, name in enumerate(ran) if name == START for part in [ran[at + 1 :]]]
 
 
@@ -192,7 +192,7 @@ def test_inductor_keeps_the_late_order() -> None:
 def quacks_gemm(
     a: Tensor, b: Tensor, *, dynamic_scheduler: bool, cu_seqlens_m: Any = None, cu_seqlens_k: Any = None
 ) -> Tensor:
-    """What quack's GEMM returns and requires."""
+    """Compute the result of quack's GEMM, and check what it requires."""
     assert dynamic_scheduler
     if cu_seqlens_m is not None:
         assert a.is_contiguous() and 1 in b.stride()[1:] and cu_seqlens_m[0] == 0 and cu_seqlens_m.dtype == torch.int32

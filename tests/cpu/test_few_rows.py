@@ -181,7 +181,8 @@ BATCHES = (1, 7, 64, 256)
 
 
 def outputs() -> list[Tensor]:
-    """Of a layer with "memory": tokens of this rank in batches of several sizes, without and with gradients."""
+    """Return the outputs of a layer with "memory": tokens of this rank in batches of several sizes, without and with
+    gradients."""
     with communicator(alignment=4, max_tokens_per_rank=BATCHES[-1]) as comm:
         layer = Experts(comm, F, gemms="memory", seed=3)
         found = []

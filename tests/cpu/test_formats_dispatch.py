@@ -86,7 +86,7 @@ def draw(case: RouteCase, name: str, dtype: torch.dtype, seed: int) -> Given:
 
 
 def _dispatched(case: RouteCase, given: list[Given], dtype: torch.dtype) -> dict[tuple[Any, ...], Any]:
-    """What the operators give on this rank, by (format, layout, which way)."""
+    """Return the results of the operators on this rank, by (format, layout, which way)."""
     rank, out = torch.distributed.get_rank(), {}
     for one in given:
         x, weights = one.tokens[rank].x, one.tokens[rank].weights

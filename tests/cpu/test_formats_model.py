@@ -55,7 +55,7 @@ def inputs(tokens: int = 9, seed: int | None = None) -> tuple[Tensor, Tensor, Te
 
 
 def as_operators_return(scales: Tensor, layout: str) -> Tensor:
-    """Of the view that a method returns of columns and packed scales."""
+    """Return scales as operators return them, given the view of columns or packed scales that a method returns."""
     if layout not in ("columns", "packed"):
         return scales
     shape = [*scales.shape[:-2], scales.shape[-1], quantized.up(scales.shape[-2], 4)]
@@ -297,7 +297,7 @@ def test_opcheck(lenient: ep_ops.Communicator, operator: str, name: str, layout:
 
 
 def _gradients(format: str, slots: int, seed: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Of x and weights, quantized and not, for the same gradients of rows on this rank."""
+    """Return the gradients of x and weights, quantized and not, for the same gradients of rows on this rank."""
     rank, results = torch.distributed.get_rank(), []
     with communicator() as comm:
         for asked in (format, ""):
@@ -361,7 +361,7 @@ def test_rows_that_are_quantized_already_have_no_gradient(comm: ep_ops.Communica
 
 
 def rejections() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
-    """What is changed in dispatch(x, idx, format=POW2), the error, its text."""
+    """Return what is changed in dispatch(x, idx, format=POW2), the error, and its text."""
     codes, scales = quantize(torch.ones(9, HIDDEN), format_of(POW2))
     return {
         "unknown": ({"format": "e5m2/128/pow2"}, ValueError, r"format is 'e5m2/128/pow2'; allowed: '' .*'e4m3/32/mx'"),

@@ -20,7 +20,7 @@ WIRE = ("wire:e4m3/128/pow2", "wire:e4m3/128/fp32", "wire:e4m3/32/mx", "wire:e4m
 
 
 def gradients(rank: int, seed: int) -> Tensor:
-    """Of a rank's sums: of all magnitudes."""
+    """Draw gradients of a rank's sums, of all magnitudes."""
     draw = torch.Generator().manual_seed(seed + 50 + rank)
     return (
         torch.randn(9 - 2 * rank, HIDDEN, generator=draw) * torch.randn(1, HIDDEN, generator=draw).exp2()
@@ -28,8 +28,9 @@ def gradients(rank: int, seed: int) -> Tensor:
 
 
 def rounded(grad: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """What arrives of it, and how far that may lie from it: half of the distance of two codes, which are 1/8 of a power
-    of two apart, the smallest ones 2**-9; and, where scales are no powers of two, what fp32 and bfloat16 round."""
+    """Return what arrives of a tensor, and how far that may lie from it: half of the distance of two codes, which are
+    1/8 of a power of two apart, the smallest ones 2**-9; and, where scales are no powers of two, what fp32 and bfloat16
+    round."""
     codes, scales = quantized.quantized(grad, format.partition("/")[2])
     each = scales.repeat_interleave(HIDDEN // scales.shape[1], 1)
     bound = torch.maximum(grad.double().abs() / 16, each / 1024)

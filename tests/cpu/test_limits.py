@@ -1,4 +1,4 @@
-"""What a backend does not take is rejected by name, or left to the other backend: GPUs, types, experts, ranks."""
+"""GPUs, types, experts and ranks that a backend does not support are rejected by name, or left to the other backend."""
 
 from __future__ import annotations
 

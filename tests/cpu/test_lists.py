@@ -185,7 +185,7 @@ def gemm(
     a: Tensor, b: Tensor, cu_seqlens_m: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
     A_idx: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """What quack's GEMM gives and asks for, in loops; undefined where it writes nothing."""
+    """Return the result of quack's GEMM, computed in loops; undefined where it writes nothing."""
     if cu_seqlens_m is not None:
         assert a.stride(1) == 1
         rows, ends = (a if A_idx is None else a[A_idx.long()]), cu_seqlens_m.tolist()

@@ -41,7 +41,7 @@ def expected(row: list[float]) -> list[float]:
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """Of one rounding, and of fp32 before it."""
+    """Return the error of one rounding, and of fp32 before it."""
     return torch.finfo(dtype).eps / 2 + (4e-7 if dtype != torch.float64 else 1e-15)
 
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other before an operation of the reference backend, and what raises on all of them."""
+"""Ranks of the reference backend compare their calls before an operation, and all of them raise if these differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a communicator's memory is told to be: of the results of calls, of rounds, of ranks and experts."""
+"""The memory of a communicator is as large as planned: results of calls, rounds, ranks and experts."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def recorded(name: str) -> dict[str, Any]:
 
 
 def counted(layout: Layout, ids: list[list[list[int]]]) -> model_formulas.ModelTraffic:
-    """Of one route, token by token; ranks are numbered domain by domain. Means over ranks."""
+    """Count the traffic of one route, token by token; ranks are numbered domain by domain. Returns means over ranks."""
     held, size = layout.experts // layout.ranks, layout.domain_ranks
     found: collections.Counter[str] = collections.Counter()
     for source, tokens in enumerate(ids):

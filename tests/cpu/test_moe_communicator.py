@@ -69,7 +69,7 @@ def test_what_goes_together() -> None:
 
 
 def errors(seed: int, tokens: list[int]) -> list[tuple[dict[str, Any], float]]:
-    """Of each way, how far the layer is from a dense one."""
+    """Return how far each way of computing the layer is from a dense one."""
     found = []
     w = matrices(seed)
     for turn, way in enumerate(ways()):

@@ -28,7 +28,8 @@ class Words(ctypes.Structure):
 
 
 class Bindings(types.ModuleType):
-    """As much of nvshmem.bindings as is called, in the memory of one process; notes every call."""
+    """A stand-in for the functions of nvshmem.bindings that are called, in the memory of one process; records every
+    call."""
 
     Flags = types.SimpleNamespace(INIT_WITH_UNIQUEID=8)
     uniqueid = InitAttr = Words
@@ -84,7 +85,7 @@ def pretend(version: tuple[int, int, int] = (3, 7, 2), room: int = 1000) -> Bind
 
 
 def said(nbytes: int, group: Any = None, near: tuple[int, ...] = ()) -> str:
-    """What an allocation raises."""
+    """Return what an allocation raises."""
     with pytest.raises((ValueError, RuntimeError)) as raised:
         symmetric.allocate(nbytes, group or dist.group.WORLD, CPU, True, near)
     return f"{raised.type.__name__}: {raised.value}"

@@ -262,7 +262,7 @@ def test_what_does_not_belong_between_start_and_wait_is_moved_behind():
 
 @pytest.fixture
 def not_installed(monkeypatch):
-    """As in a fresh process."""
+    """Undo the installation, as in a fresh process."""
     monkeypatch.setattr(ordering, "_installed", False)
     for owner, name, _ in ordering.hooks():
         function = getattr(owner, name)

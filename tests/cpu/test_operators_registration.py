@@ -62,7 +62,7 @@ def variants(op: Any) -> list[str]:
 
 
 def arguments(comm: ep_ops.Communicator, name: str, variant: str, tokens: int = 5) -> tuple[Any, ...]:
-    """Of a call on fresh data; floating inputs of operators that have a gradient ask for one."""
+    """Return the arguments of a call on fresh data; floating inputs of operators that have a gradient require one."""
     x, topk_idx, weights = toy.inputs(tokens, dtype=comm.dtype)
     sent = comm.dispatch(x, topk_idx, weights, capacity=44)
     assert sent.weights is not None

@@ -18,7 +18,7 @@ Packer = Callable[[Tensor, list[int]], Tensor]
 
 
 def torchs() -> Packer:
-    """What torch's tests of ``scaled_grouped_mm`` pack each group with."""
+    """Return the scales of each group, packed by the functions that torch's tests of ``scaled_grouped_mm`` use."""
     from torch.testing._internal.common_quantized import to_blocked
 
     return lambda scales, sizes: torch.cat([to_blocked(part) for part in scales.split(sizes) if len(part)])

@@ -111,7 +111,7 @@ def test_dropped_rows_are_counted_once_under_checkpointing() -> None:
 
 
 def _ddp_without_preparation():
-    """What DDP raises for a model as it is, and whether the experts are the rank's own afterwards."""
+    """Return what DDP raises for a model as it is, and whether the experts are the rank's own afterwards."""
     rank = torch.distributed.get_rank()
     sizes: dict[str, Any] = dict(num_experts=4, hidden_size=H, top_k=2, max_tokens_per_rank=12, dtype=torch.float32)
     with ep_ops.Communicator(**sizes, device="cpu") as comm:

@@ -35,8 +35,8 @@ DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def _worker(rank: int, group: str, file: str, queue: Any) -> None:
-    """What a worker of either framework does: run all plugins, by its own loader if it is installed, then import DeepEP
-    and use it."""
+    """Do what a worker of either framework does: run all plugins, by its own loader if it is installed, then import
+    DeepEP and use it."""
     sys.path.insert(0, os.environ["EP_OPS_TEST_METADATA"])
     module, function = LOADERS[group]
     if importlib.util.find_spec(module.partition(".")[0]) is not None:

@@ -52,7 +52,7 @@ class Given:
 
 
 def without_scales(dispatched: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a dispatch returns but for recv_scales and recv_idx, of which there are none."""
+    """Return the results of a dispatch except recv_scales and recv_idx, which are empty."""
     rows, scales, weights, *placed = dispatched
     assert scales.shape == (0,) and (not placed or placed.pop().shape == (0,))
     return rows, weights, *placed

@@ -1,4 +1,5 @@
-"""What a release states about itself, what it contains, and the workflows that test and publish it."""
+"""A release states facts about itself that are right, contains what it must, and has workflows that test and publish
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other through the store of a rendezvous meets, however often each has met others before."""
+"""Ranks exchange values through the store of a rendezvous, however often each has met others before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ep_ops.symmetric.rendezvous import FromZero, registered
 
 
 class Exchange:
-    """As torch does it: numbers run on from group to group."""
+    """Numbers of groups as torch assigns them: they continue from group to group."""
 
     def __init__(self, number: int) -> None:
         self.number = number

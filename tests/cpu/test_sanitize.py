@@ -1,4 +1,4 @@
-"""What tests/gpu/sanitize.py makes of the reports of compute-sanitizer."""
+"""tests/gpu/sanitize.py reads the reports of compute-sanitizer right."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_ids_are_converted_whatever_else_needs_no_conversion() -> None:
 
 
 def ids(seed: int, rank: int) -> torch.Tensor:
-    """Of a rank's tokens: three different experts each, some of them none."""
+    """Draw the ids of a rank's tokens: three different experts each, some of them none."""
     gen = torch.Generator().manual_seed(seed * 100 + rank)
     idx = torch.rand(11, 8, generator=gen).topk(3).indices.int()
     return idx.masked_fill(torch.rand(11, 3, generator=gen) < 0.2, -1)

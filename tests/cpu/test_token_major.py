@@ -34,7 +34,7 @@ ROUTES = (
 
 @dataclasses.dataclass
 class Given:
-    """Of one rank."""
+    """Inputs of one rank."""
 
     tokens: Tokens
     again: Tokens  # for a second dispatch along the route

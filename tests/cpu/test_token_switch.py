@@ -158,7 +158,7 @@ def misuse(module: Any, switch: Any, routing: Any, x: Tensor, weights: Tensor) -
 
 
 def gradients(layout: str) -> None:
-    """Of the sum over ranks: tokens, routing weights, experts."""
+    """Return the gradients of the sum over ranks: tokens, routing weights, experts."""
     rank = dist.get_rank()
     with installed() as module:
         rows = 2 * max(T) * (1 if layout == "flat" else 2)

@@ -155,7 +155,7 @@ def test_unequal_domains(hosts: str, size: int | None, said: str) -> None:
 
 
 class Nvml:
-    """As much of NVML as is asked."""
+    """A stand-in for the functions of NVML that are called."""
 
     def __init__(self, **info: Any) -> None:
         self.info = {"cluster": b"\1" * 16, "status": 0, "clique": 32766, "state": 3} | info

@@ -97,7 +97,7 @@ def run(layer: Any, context: Any, checkpointing: str, compiled: bool) -> dict[st
 
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Of this rank: tokens, and the gradient of what becomes of them."""
+    """Draw the tokens of this rank, and the gradient of their results."""
     draw = torch.Generator().manual_seed(7 + dist.get_rank())
     x, grad = (torch.randn(2, TOKENS // 2, DIM, generator=draw).to(dtype) for _ in range(2))
     return x.requires_grad_(), grad
@@ -361,7 +361,7 @@ MORE = dict(num_max_tokens_per_rank=TOKENS + 8)
 
 
 def on_the_stand_in(fields: dict[str, Any]) -> dict[str, Any]:
-    """What the dispatcher makes of a rank's tokens, checkpointed; experts return their rows as they are."""
+    """Return the dispatcher's results for a rank's tokens, checkpointed; experts return their rows as they are."""
     with fake_torchtitan.installed() as ours:
         dispatcher = ours.EpOpsTokenDispatcher(ours.EpOpsTokenDispatcher.Config(**FILLED | MORE | fields))
         dispatcher.wire_meshes(ep_mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))

@@ -162,7 +162,7 @@ def test_routers_and_shared_experts_are_initialized_after_fsdp2() -> None:
 
 
 def averages_and_scalers() -> list[Any]:
-    """What docs/training.md says about averages of weights and GradScaler."""
+    """Check averages of weights and GradScaler as docs/training.md describes them."""
     rank, found = dist.get_rank(), []
     with ep_ops.Communicator(**SIZES) as comm:
         layer = MoELayer(comm, F)

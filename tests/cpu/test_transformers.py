@@ -243,7 +243,7 @@ def test_a_model_is_spread_once() -> None:
 
 
 def rejected() -> None:
-    """What spread_experts rejects before it changes the model."""
+    """Return the errors that spread_experts raises before it changes the model."""
     from ep_ops.integrations.transformers import spread_experts
 
     ids, rank, ranks = tokens(dist.get_rank()), dist.get_rank(), dist.get_world_size()

@@ -1,4 +1,4 @@
-"""What new users run into: dtypes and shapes as models have them, autocast, copies of layers, wrong arguments."""
+"""Dtypes and shapes as models have them, autocast, copies of layers and wrong arguments work, or raise clear errors."""
 
 from __future__ import annotations
 

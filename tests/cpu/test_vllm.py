@@ -96,7 +96,7 @@ def reduction(name: str) -> Any:
 
 
 def through(comm: Communicator, rows: Tensor, counts: Tensor, ids: Tensor | None) -> Tensor:
-    """What this rank's experts make of what prepare returned, unweighted; NaN where nobody's rows are."""
+    """Return the unweighted outputs of this rank's experts for the rows of prepare; NaN where rows are nobody's."""
     first, y = comm.first_local_expert, torch.full_like(rows, float("nan"))
     for i, (w1, w2) in enumerate(zip(*matrices(rows.dtype), strict=True)):
         if ids is not None:

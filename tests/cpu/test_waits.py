@@ -1,4 +1,4 @@
-"""What ranks of the reference backend say when one of them is late, skips an operation, or cannot go on with one."""
+"""Ranks of the reference backend say which rank is late, has skipped an operation, or cannot go on with one."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class Never:
 
 
 def test_who_is_named_and_who_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four ranks in one process, those that wait as well are not named. A rank gives up when one has left, and
+    """With four ranks in one process, those that wait as well are not named. A rank gives up when one has left, and
     whoever learns that waits no longer. All of them close their connections, which ends the others' waits."""
     store, closed = dist.HashStore(), []
     monkeypatch.setattr(waits, "store_of", lambda group, number: store)

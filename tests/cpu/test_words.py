@@ -67,6 +67,27 @@ def test_words() -> None:
     assert wrong == {}
 
 
+FRAGMENTS = ("What", "Of", "As", "Likewise")
+"""First words of docstrings that are no sentences."""
+
+
+def fragments(text: str) -> list[str]:
+    """Return the beginnings of a test module's docstrings that do not say what is guaranteed, or what a helper does."""
+    kinds = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    found = (ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, kinds))
+    return [text.split("\n")[0] for text in found if re.match(r"\w*", text)[0] in FRAGMENTS]
+
+
+def test_docstrings_of_tests_are_sentences() -> None:
+    """The docstring of a test says what is guaranteed, and that of a helper what it does, so that whoever reads of a
+    failure learns what is broken."""
+    modules = sorted((ROOT / "tests").rglob("*.py"))
+    assert len(modules) > 200
+    wrong = {str(path.relative_to(ROOT)): texts for path in modules if (texts := fragments(path.read_text()))}
+    assert wrong == {}
+    assert fragments('def f():\n    """Of a rank."""\ndef g():\n    """Offer it."""\n') == ["Of a rank."]
+
+
 IDENTIFIERS = {r"refus": "reject", r"mend": "fix"}
 """Pattern in the name of a function, class, constant or attribute -> what to write instead."""
 

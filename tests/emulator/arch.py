@@ -1,4 +1,4 @@
-"""What kernels import as `cutlass.cute.arch`."""
+"""The module that kernels import as `cutlass.cute.arch`."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def mbarrier_wait(pointer: Any, phase: Any) -> None:
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """What orders memory, or waits for what is complete at once here."""
+    """Do nothing: memory is ordered here, and waits are complete at once."""
 
 
 class Store:

@@ -20,7 +20,7 @@ COURIERS = 2
 
 @dataclasses.dataclass
 class Step:
-    """Of each rank: how many rows go to each rank, all that may go, and addresses of what comes."""
+    """How many rows go from each rank to each rank, the most that may go, and addresses of the rows that arrive."""
 
     counts: Tensor
     x: Tensor
@@ -49,7 +49,7 @@ class Exchange:
         self.steps: list[Step] = []
 
     def inputs(self) -> None:
-        """Of another step."""
+        """Draw the inputs of another step."""
         world_size, most = self.ranks.world_size, self.max_tokens
         busy = self.draw.choice([0.0, 0.3, 1.0])  # how many rows go, as a part of all
         counts = torch.randint(0, 1 + int(most * busy), (world_size, world_size), generator=self.noise).int()
@@ -73,7 +73,7 @@ class Exchange:
         return made
 
     def check(self, rank: int, number: int = -1) -> None:
-        """What came to a rank in a step is what was sent, to the bit."""
+        """Check that the rows that arrived at a rank in a step are those that were sent, to the bit."""
         step, world_size = self.steps[number], self.ranks.world_size
         out, came = step.outs[rank]
         same(self.ranks.view(came, world_size), step.counts[:, rank], f"numbers of rows at rank {rank}, step {number}")

@@ -24,7 +24,7 @@ def words(rows: Tensor) -> Tensor:
 
 
 def noise(rows: int, draw: torch.Generator) -> Tensor:
-    """Of very unequal size."""
+    """Draw numbers of very unequal size."""
     spread = torch.randn(rows, 1, generator=draw).mul(2).exp()
     return (spread * torch.randn(rows, HIDDEN, generator=draw)).bfloat16()
 

@@ -81,7 +81,7 @@ class Checked:
             same(self.ranks.view(at["recv_idx"], *want.local_idx.shape), want.local_idx, f"local ids of rank {rank}")
 
     def check_rows(self, weighted: bool, rows: bool, only: int | None = None) -> None:
-        """Of all ranks, or of `only` one."""
+        """Check the rows of all ranks, or of `only` one."""
         for rank, ((x, weights), at) in enumerate(zip(self.truth.expected, self.at, strict=True)):
             if only not in (None, rank):
                 continue

@@ -14,7 +14,7 @@ from .threads import me
 
 
 class Allocator:
-    """Of shared memory: the n-th allocation of every thread of a block is the same array."""
+    """An allocator of shared memory: the n-th allocation of every thread of a block is the same array."""
 
     def __init__(self) -> None:
         me().allocated = 0

@@ -55,14 +55,14 @@ class Call:
                 at["scales"] = put_bytes(on, self.stored(scales), "scales")
 
     def stored(self, scales: Tensor) -> Tensor:
-        """As they come with x, or lie in rows."""
+        """Return scales as they come with x, or lie in rows."""
         if self.short != "32/mx":
             return scales.float()
         bytes_ = [[quantized.byte_of(s) if s == s else 255 for s in row] for row in scales.tolist()]
         return torch.tensor(bytes_, dtype=torch.uint8).view(scales.shape)
 
     def room(self, on: Any, rank: int) -> dict[str, int]:
-        """Of a rank's outputs."""
+        """Reserve memory for a rank's outputs."""
         case = on.truth.case
         rows, hidden, slots = case.capacity[rank], on.shape.hidden, case.slots[rank]
         lines = quantized.up(slots, 4) * case.experts_per_rank[rank] if slots else quantized.up(rows, 4)
@@ -225,8 +225,9 @@ class One(NamedTuple):
 
 
 def places(draw: random.Random) -> None:
-    """Of swizzled scales, for more rows and experts than kernels are emulated with: that of each row of each segment,
-    and those behind the kept ones, which are cleared. Then, of segments that cannot be, none outside of the scales."""
+    """Check the places of swizzled scales, for more rows and experts than kernels are emulated with: each row of each
+    segment, and those behind the kept ones, which are cleared. Then, of segments that cannot be, none is outside of the
+    scales."""
     from cute_kernels.delivery import Arrived
     from cute_kernels.swizzled import Begins, Tiles
 

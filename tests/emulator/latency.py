@@ -58,7 +58,8 @@ class Pair:
             })  # fmt: skip
 
     def launches(self, kind: str, weighted: bool, parts: tuple[bool, bool], **given: int) -> list[Launch]:
-        """Of "dispatch" or "combine"; `parts`: whether it sends, whether it receives. `given`: other arguments."""
+        """Return the launches of "dispatch" or "combine"; `parts`: whether it sends, whether it receives. `given`:
+        other arguments."""
         from cute_kernels import marks
         from cute_kernels.latency.combine import LatencyCombine, LatencyCombineArgs
         from cute_kernels.latency.dispatch import LatencyDispatch, LatencyDispatchArgs

@@ -52,7 +52,7 @@ class GlobalMemory:
         return torch.frombuffer(self.bytes, dtype=dtype, count=count, offset=address).view(tuple(shape))
 
     def index(self, address: Any, align: int, what: str) -> int:
-        """Of the word at an address, which may be accessed."""
+        """Return the index of the word at an address, which may be accessed."""
         at = int(address)
         assert at % align == 0, f"{what} at {at}, which is no multiple of {align}"
         if at <= 0 or at // 4 >= len(self.owned) or not self.owned[at >> 2]:

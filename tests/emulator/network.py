@@ -150,5 +150,5 @@ CALLS: dict[str, Callable[..., Any]] = {
 
 
 def extern(name: str, source: Any, inline: bool) -> Callable[[Any], Callable[..., Any]]:
-    """What stands for `cute.extern`."""
+    """Stand in for `cute.extern`."""
     return lambda declared: CALLS[name]

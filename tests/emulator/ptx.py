@@ -1,4 +1,5 @@
-"""What kernels import as `cute_kernels.ptx`. Rows are fp32 or bf16, those of matrix instructions bf16 or fp16."""
+"""The module that kernels import as `cute_kernels.ptx`. Rows are fp32 or bf16, those of matrix instructions bf16 or
+fp16."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Ranks:
         self.depth = depth if heap.problem.wire is not None else 0
 
     def new_table(self, rank: int, mapped: bool, depth: int) -> int:
-        """What a rank knows of where others are."""
+        """Return a rank's table of the places of other ranks."""
         from courier import mailbox_bytes
 
         from cute_kernels.domains import position_words
@@ -70,7 +70,7 @@ class Ranks:
         return self.heaps[rank] + EPOCH * 8
 
     def args(self, rank: int, terms: int) -> Any:
-        """What every kernel's arguments begin with."""
+        """Return the arguments that every kernel begins with."""
         from cute_kernels.launch import RankArgs
 
         return numbered(RankArgs, peers=self.tables[rank], own=self.heaps[rank], rank=rank, report=self.reports[rank],
@@ -85,7 +85,7 @@ class Ranks:
         return Launch(kernel, numbered(kernel.Args, **values))
 
     def couriers(self) -> list[Launch]:
-        """Of an operation, where the operators' wire is an adversary."""
+        """Return the couriers of an operation if the wire is an adversary."""
         from courier import Courier
 
         if not self.depth:
@@ -129,7 +129,7 @@ class Ranks:
             assert epoch == 1 + self.operations, f"rank {rank} is in epoch {epoch} after {self.operations} operations"
 
     def check_note(self, rank: int) -> None:
-        """Of the last operation: it has begun, and then met all."""
+        """Check the note of the last operation: it has begun, and then met all."""
         from cute_kernels.heap import BEGUN, MET, NOTE_WORDS, NOTES
         from cute_kernels.marks import unpack
 
@@ -140,12 +140,13 @@ class Ranks:
         )
 
     def delayed(self, launch: Launch) -> Launch:
-        """What the rank that is late launches, if there is one."""
+        """Return the launches of the rank that is late, if there is one."""
         late = launch.after is None and launch.args.ranks.rank == self.late
         return dataclasses.replace(launch, behind=BEHIND) if late else launch
 
     def check_waits(self, rank: int) -> None:
-        """Of the last operation: for the rank that was late the others waited longest, and it for nobody so long."""
+        """Check that in the last operation all others waited longest for the rank that was late, and it for nobody so
+        long."""
         from cute_kernels.heap import NOTE_WORDS, NOTES
         from ep_ops.backends.cute import history
 

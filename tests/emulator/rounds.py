@@ -40,8 +40,8 @@ def plan(on: throughput.Steps) -> None:
 
 
 def parts(on: throughput.Steps, row: int = 0, scales: int = 0) -> Iterator[list[dict[str, int]]]:
-    """Of each round what each rank's kernels are told of it. `row`, `scales`: bytes of a token's row in x, and of the
-    scales that are given with it; rows have `hidden` numbers of fp32 unless it is said."""
+    """Return the arguments of each rank's kernels for each round. `row`, `scales`: bytes of a token's row in x, and of
+    the scales that are given with it; rows have `hidden` numbers of fp32 unless it is said."""
     from ep_ops import arrivals
 
     case, k, own_row = on.truth.case, on.shape.top_k, 4 * on.shape.hidden
@@ -97,7 +97,7 @@ class Dispatch:
 
 
 def dispatch_of(on: throughput.Steps, kind: str = "dispatch", weighted: bool = True) -> Dispatch:
-    """Of rows as they are, grouped by expert."""
+    """Return the dispatch of rows as they are, grouped by expert."""
     from cute_kernels.throughput.publish import Publish
     from cute_kernels.throughput.pull import Pull
 
@@ -230,7 +230,7 @@ def formatted(shape: Shape, draw: random.Random, tokens: int, call: formats.Call
 
 
 def sizes(on: throughput.Steps, rank: int) -> dict[str, tuple[int, int]]:
-    """Of a rank's route: how many ints, and how large they may be."""
+    """Return the sizes of a rank's route: how many ints, and how large they may be."""
     case = on.truth.case
     rows, held = case.capacity[rank], case.experts_per_rank[rank]
     return {

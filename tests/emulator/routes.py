@@ -19,9 +19,9 @@ DEPTH = 20
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What routes are drawn for. `slots`: of the padded layout, drawn for each rank; 0: the flat one. `share`: of the
-    room that everything would take. `skewed`: most tokens want rank 0. `domains`: the ranks of each NVLink domain, if
-    there are several, and the `wire` between them, with the most `rows` of few tokens in a put."""
+    """Sizes for which routes are drawn. `slots`: of the padded layout, drawn for each rank; 0: the flat one. `share`:
+    of the room that everything would take. `skewed`: most tokens want rank 0. `domains`: the ranks of each NVLink
+    domain, if there are several, and the `wire` between them, with the most `rows` of few tokens in a put."""
 
     experts: tuple[int, ...]
     top_k: int
@@ -123,7 +123,7 @@ class Truth:
     def check_combined(
         self, ranks: Ranks, out: Sequence[int], weighted: bool, residual: bool = False, only: int | None = None
     ) -> None:
-        """Of `y`, to the bit. The residual is x. Of each rank, or of `only` one."""
+        """Check the sums of `y`, to the bit, for each rank or for `only` one. The residual is x."""
         added = [tokens.x for tokens in self.tokens] if residual else None
         wants = expected_combine(
             self.case, self.plans, self.y, self.weights if weighted else None, added, self.domains or None

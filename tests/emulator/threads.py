@@ -36,7 +36,7 @@ class Collective:
 
 @dataclasses.dataclass
 class Barrier:
-    """Of a block: `number` of its barriers; `threads` take part, 0: all. `waits`: the thread does not only arrive."""
+    """A barrier of a block: its `number`; `threads` take part, 0: all. `waits`: the thread does not only arrive."""
 
     number: int
     threads: int

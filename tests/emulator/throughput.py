@@ -79,7 +79,7 @@ class Steps:
         self.check_received()
 
     def check_received(self, only: int | None = None) -> None:
-        """What the last dispatch gave all ranks, or `only` one."""
+        """Check the rows that the last dispatch delivered to all ranks, or to `only` one."""
         self.truth.check_rows(self.ranks, self.of("recv_x"), self.of("recv_weights"), only=only)
 
     def launch_dispatch(self, launches: list[Launch], rank: int, known: bool, **given: int) -> None:
@@ -120,7 +120,7 @@ class Steps:
         return [self.ranks.reported(other) for other in range(self.ranks.world_size)]
 
     def launch_rejection(self, rank: int, turn: int = 0) -> Launch:
-        """What a rank runs in the place of an operation, or of one of several that an operator takes."""
+        """Return the launch of a rank in place of an operation, or of one of several that an operator takes."""
         from cute_kernels import marks
         from cute_kernels.heap import REASON_BYTES
         from cute_kernels.rejection import Reject
@@ -182,7 +182,7 @@ class Steps:
         return {"pushers": self.draw.choice((1, 2, 3)), "joining": joining, "blocks": 4 + joining}
 
     def launch_combine(self, rank: int) -> Launch:
-        """Of a weighted combine without a residual."""
+        """Return the launch of a weighted combine without a residual."""
         from cute_kernels import marks
         from cute_kernels.throughput.combine import Combine
 
@@ -289,7 +289,7 @@ class Steps:
         self.check_scaled()
 
     def check_scaled(self) -> None:
-        """What that gave."""
+        """Check the results of that backward."""
         for rank, at in enumerate(self.at):
             rows, grad_y, grad_weights = self.truth.scaled(rank)
             count = self.truth.case.capacity[rank]
@@ -342,7 +342,7 @@ def wide(shape: Shape, draw: random.Random) -> None:
 
 
 def of_many_ranks(shape: Shape, draw: random.Random) -> None:
-    """As kernels do it that have no registers for sets of so many ranks."""
+    """Run kernels as for so many ranks that registers hold no sets of them."""
     from cute_kernels import copies
 
     copies.MOST_WORDS = 0

@@ -47,7 +47,7 @@ _awake: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def problem_of(given: config.Config) -> Any:
-    """As `sizing.problem_of`, which knows no such wire."""
+    """Return the kernels' problem, as `sizing.problem_of`, which does not know this wire."""
     if given.wire != NAME or not sizing.across(given):
         return sizing.problem_of(given)
     return dataclasses.replace(sizing.sizes_of(given), wire=Adversary(DEPTH, rows=sizing.rows_of_a_put(given)))
@@ -115,7 +115,8 @@ class Mail:
             torch.add(self._epoch, 0, out=self.box[LATEST : LATEST + 1])
 
     def show(self, heap: Heap) -> None:
-        """What the last operations noted, and when couriers came and went: for whoever reads why a test has failed."""
+        """Print the notes of the last operations, and when couriers came and went, which explain why a test has
+        failed."""
         torch.cuda.synchronize(self.device)
         rank = f"rank {dist.get_rank()}:" if dist.is_initialized() else ""
         left = self.box[HEADER_WORDS::RECORD_WORDS].tolist()
@@ -173,7 +174,7 @@ class Launcher(launcher.Launcher):
         self._courier(*self._ranks, 0, served, log, mail.operations * 40503 % 2**30, COURIERS, mail.stream.cuda_stream)
 
     def hold(self, number: int, couriers: int, stream: torch.cuda.Stream) -> None:
-        """What comes next in the stream begins when that courier has come."""
+        """Let work that comes next in the stream begin when that courier has come."""
         assert self.mail is not None
         served = self.mail.served.data_ptr() + 8 * number
         self._gate(*self._ranks, 0, served, couriers, 1, stream.cuda_stream)
@@ -207,7 +208,7 @@ class Launcher(launcher.Launcher):
 
 
 def wake(comm: Any) -> None:
-    """Of a communicator that has been warmed up. Other ranks may do it later."""
+    """Start the couriers of a communicator that has been warmed up. Other ranks may do it later."""
     found = comm.backend
     while not isinstance(found, backend.CuteBackend):  # it is compared with another one
         found = found._backend

@@ -44,7 +44,7 @@ def names(text: str, victim: int) -> bool:
 
 
 class Rank:
-    """What a rank does with one communicator."""
+    """A rank's work with one communicator."""
 
     def __init__(self, comm: ep_ops.Communicator, bound: int, way: str, me: int, all_ranks: int) -> None:
         self.comm, self.bound, self.me, self.all_ranks = comm, bound, me, all_ranks
@@ -120,7 +120,8 @@ def who_stays(comm: ep_ops.Communicator, victim: int, draw: random.Random) -> li
 
 
 def shrunk(comm: ep_ops.Communicator, stay: list[int], name: str) -> ep_ops.Communicator:
-    """Of ranks `stay`; over NVSHMEM of those of this rank's domain, when a larger group has been rejected."""
+    """Return the communicator of ranks `stay`; over NVSHMEM of those of this rank's domain, when a larger group has
+    been rejected."""
 
     def group_of(ranks: list[int]) -> Any:
         return dist.new_group([comm.members[rank] for rank in ranks], use_local_synchronization=True)

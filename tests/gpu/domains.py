@@ -43,7 +43,7 @@ def overs(world_size: int) -> list[Over]:
 
 
 def config(world_size: int) -> dict[str, Any]:
-    """Of every communicator here, so that all have the same kernels."""
+    """Return the options of every communicator here, so that all have the same kernels."""
     return dict(num_experts=4 * world_size, hidden_size=HIDDEN, top_k=TOP_K, max_tokens_per_rank=TOKENS)
 
 
@@ -155,8 +155,8 @@ def drawn(seed: int, step: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def added(comm: ep_ops.Communicator, rows: Tensor, idx: Tensor, residual: Tensor | None = None) -> Tensor:
-    """What a combine makes of a row for each (token, k), float32 `rows` [T, K, H], in plain PyTorch on this rank
-    alone, to the bit: domain by domain, rank by rank, k by k."""
+    """Return the combine of a row for each (token, k), float32 `rows` [T, K, H], in plain PyTorch on this rank alone,
+    to the bit: domain by domain, rank by rank, k by k."""
     holder = idx.div(4, rounding_mode="floor")  # below 0 where there is none
     total = rows.new_zeros(idx.shape[0], HIDDEN)
     for domain in comm.domains:

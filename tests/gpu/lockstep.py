@@ -96,7 +96,7 @@ def ask_for_kernels() -> None:
 
 
 def measure(spent: Spent) -> None:
-    """What takes time beside the tests' own calls."""
+    """Record what takes time besides the tests' own calls."""
     import torch._dynamo.convert_frame
 
     import ep_ops
@@ -135,7 +135,7 @@ class Lockstep:
         self.lines.write(json.dumps(line) + "\n")
 
     def agreed(self, decide: Callable[[], str]) -> str:
-        """What rank 0 decides."""
+        """Return what rank 0 decides."""
         self.turn += 1
         key = str(self.turn)
         if RANK == 0:

@@ -89,7 +89,7 @@ def unequal(one: ep_ops.Route, other: ep_ops.Route) -> Tensor:
 
 
 def without_scales(dispatched: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a dispatch returns but for recv_scales, of which there are none."""
+    """Return the results of a dispatch except recv_scales, which are empty."""
     assert dispatched[1].shape == (0,)
     return (dispatched[0], *dispatched[2:])
 

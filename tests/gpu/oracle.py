@@ -1,6 +1,6 @@
-"""What must come out on one rank, worked out there from what all ranks hold: nothing is sent, and no code is shared
-with ep_ops. For any number of ranks; tests/cpu holds the reference backend, which defines it all, against plain loops.
-"""
+"""Expected results of one rank, computed there from the inputs of all ranks: nothing is sent, and no code is shared
+with ep_ops. For any number of ranks; tests/cpu compares the reference backend, which defines the results, with plain
+loops."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class World:
 
 
 class Oracle:
-    """Of one rank."""
+    """Expected results of one rank."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank = world, rank

@@ -221,7 +221,7 @@ def of_few_rows(world_size: int, seed: int) -> list[Any]:
 
 
 def of_domains(world_size: int, seed: int) -> list[Any]:
-    """What test_domains*.py launch on so many ranks; the longest to compile first."""
+    """Return the kernels that test_domains*.py launch on so many ranks; the longest to compile first."""
     import adversary
     import domains
 

@@ -89,7 +89,7 @@ def unexpected(log: str) -> Iterator[str]:
 
 
 def command(tool: str, ranks: int, folder: Path) -> list[str]:
-    """Of the runner; `tool` is "" for the plain run."""
+    """Return the command of the runner; `tool` is "" for the plain run."""
     made = [sys.executable, str(HERE / "run.py"), "--turns", "--ranks", str(ranks), *TESTS[ranks]]
     if tool:
         more = " --racecheck-report analysis" if tool == "racecheck" else ""

@@ -95,7 +95,8 @@ def step(layer, comm: ep_ops.Communicator, seed: int) -> list[Tensor]:
 
 
 def text_of(call: Callable[..., Any], *args: Any) -> str:
-    """Of what it raises. A rank that raises nothing, where others do, says so later: see `together`."""
+    """Return the text of the error that a call raises. A rank that raises nothing, where others do, says so later: see
+    `together`."""
     try:
         call(*args)
     except (RuntimeError, TypeError, ValueError) as error:

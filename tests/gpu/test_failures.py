@@ -1,4 +1,4 @@
-"""What goes wrong on a device is said on the host: nothing hangs, nothing is sent to nowhere."""
+"""Failures on a device raise errors on the host: nothing hangs, and nothing is sent to a wrong place."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def config(world_size: int) -> dict[str, Any]:
 
 
 def kernels(world_size: int) -> list[Any]:
-    """What these tests launch that needs no communicator, for precompile.py."""
+    """Return the kernels of these tests that need no communicator, for precompile.py."""
     from ep_ops.backends.cute.local_kernels import Share, few_rows_kernels
     from ep_ops.backends.cute.sizing import DTYPES as NAMES
 

@@ -22,7 +22,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 def doubled(rows: Tensor, offs: Tensor) -> Tensor:
-    """What experts do here: rows of segments times two, others zero."""
+    """Return the outputs of experts: rows of segments times two, others zero."""
     row = torch.arange(rows.shape[0], device=rows.device)[:, None]
     return torch.where(row < offs[-1], rows * 2, 0)
 

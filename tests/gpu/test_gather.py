@@ -110,7 +110,7 @@ def stamped(comm: ep_ops.Communicator, y: Tensor, number: Tensor | int) -> None:
 
 
 def told(comm: ep_ops.Communicator, idx: Tensor, number: Tensor | int) -> Tensor:
-    """What each token's sum of stamped rows is, [T, 1]."""
+    """Return the sum of each token's stamped rows, [T, 1]."""
     value = torch.arange(comm.world_size, device="cuda") + number % 31
     return (value * (idx >= 0)).sum(1, keepdim=True).to(BF16)
 

@@ -58,7 +58,7 @@ def draw_inputs(seed: int, tokens: int, hidden: int, top_k: int, rows: int, dtyp
 
 
 def run(comm: ep_ops.Communicator, call: Call, x, weights, y, row_weights) -> dict[str, Any]:
-    """What goes through the latency kernels, and a throughput operator in between."""
+    """Run operators on the latency kernels, and one on throughput kernels in between."""
     ops, sizes, idx = torch.ops.ep, call.sizes(comm), call.topk_idx
     out: dict[str, Any] = {"dispatch": without_scales(ops.dispatch(x, weights, idx, *sizes))}
     out["dispatch unweighted"] = without_scales(ops.dispatch(x, None, idx, *sizes))

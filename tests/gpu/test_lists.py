@@ -22,7 +22,7 @@ NAMES = ("rows", "flat", "places", "offs", "counts", "dropped")
 
 
 def kernels() -> list[Any]:
-    """What these tests launch, for precompile.py."""
+    """Return the kernels that these tests launch, for precompile.py."""
     from cute_kernels.local.expert_lists import MakeExpertLists
     from cute_kernels.local.places_route import PlacesRoute
 

@@ -32,7 +32,7 @@ SENTINEL = 0x5A
 
 
 def kernels() -> list[Any]:
-    """What these tests launch, for precompile.py."""
+    """Return the kernels that these tests launch, for precompile.py."""
     from cute_kernels.local.swiglu import SwiGLURows
 
     plain = [

@@ -206,6 +206,6 @@ def check_captured(comm: ep_ops.Communicator, world: World) -> None:
 
 
 def configs(count: int, seed: int) -> list[dict[str, Any]]:
-    """Of the communicators of so many ranks."""
+    """Return the configurations of the communicators of so many ranks."""
     made = cases.route_cases(count, seed)
     return [config_of(made[names[0]], hidden, dtype) for _, names, hidden, dtype in GROUPS]

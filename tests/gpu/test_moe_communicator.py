@@ -35,7 +35,7 @@ WAYS = [("latency", "grouped"), ("latency", "padded"), ("throughput", "grouped")
 
 
 def sizes(world_size: int) -> dict[str, Any]:
-    """Of the communicator beneath, with as many physical experts."""
+    """Return the sizes of the inner communicator, with as many physical experts."""
     return dict(
         num_experts=EACH * world_size, hidden_size=HIDDEN, top_k=TOP_K, max_tokens_per_rank=BOUND, dtype=torch.bfloat16
     )
@@ -76,7 +76,7 @@ def drawn(seed: int, rank: int, world_size: int, tokens: int) -> tuple[Tensor, T
 
 
 def factor(expert: Tensor) -> Tensor:
-    """What an expert multiplies rows by."""
+    """Return the factor that an expert multiplies rows by."""
     return (2.0 ** (expert % 3)).bfloat16()
 
 
@@ -125,7 +125,7 @@ def layer(
 
 
 def computed(output: DispatchOutput, handle: DispatchHandle, of_local: Tensor) -> Tensor:
-    """What the experts here make of rows: their factor of each."""
+    """Return the outputs of the experts here: each row times its expert's factor."""
     if output.local_idx is None:
         return output.x.flatten(0, -2) * of_rows(of_local, handle.route)
     lists = expert_lists(output.local_idx, of_local.shape[0])

@@ -1,7 +1,7 @@
-"""What stands between start and wait of a split operation runs beside it: seen on the profiler's timeline.
+"""Work between start and wait of a split operation runs concurrently with it: the profiler's timeline shows that.
 
 The device has all of a step before it begins: it sleeps in front, on all ranks for as long as the slowest host takes to
-call the step (`seen`). So the order of events is the device's own and not the host's. What is asked for is order, never
+call the step (`seen`). So the order of events is the device's own and not the host's. Tests require an order, never a
 speed: a product runs while rows are being sent, and of few tokens the kernel that receives begins when the one that
 sends has ended. `pytest -s` shows the timeline.
 """
@@ -57,7 +57,7 @@ class Operation(NamedTuple):
 
 
 def timeline(run: Callable[[], None]) -> list[Kernel]:
-    """What ran on the device, by start."""
+    """Return the kernels that ran on the device, by start."""
     filler = torch.zeros(1, device="cuda")
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -165,8 +165,8 @@ def captured(step: Callable[..., Any], *given: Tensor) -> Callable[..., Any]:
 def kernels_of_steps(
     how: str, comms: tuple[ep_ops.Communicator, ep_ops.Communicator], tokens: int, seed: int, together: Any
 ) -> list[Kernel]:
-    """What ran in steps whose dispatch and combine have products between their halves, each step on fresh data and
-    checked against the whole operators."""
+    """Return the kernels of steps whose dispatch and combine have products between their halves, each step on fresh
+    data and compared with the whole operators."""
     fast, slow = comms
     torch.manual_seed(seed + ranks()[0])
     oracle = Oracle(tokens, HIDDEN)

@@ -40,7 +40,7 @@ def config(world_size: int) -> dict[str, Any]:
 
 
 def experts_kernels(world_size: int) -> tuple[Any, ...]:
-    """What `Layers` launches beside the kernels of communicators, for precompile.py."""
+    """Return the kernels that `Layers` launches besides those of communicators, for precompile.py."""
     from ep_ops.backends.cute.local_kernels import Share, few_rows_kernels
 
     return few_rows_kernels(EXPERTS, HIDDEN, WIDTH, "bf16", Share(FEW, TOP_K, world_size), (False, False))

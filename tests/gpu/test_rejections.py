@@ -1,4 +1,4 @@
-"""What one rank rejects, or cannot do, ends on all ranks at once with its reason, and leaves them in step."""
+"""A call that one rank rejects, or cannot run, ends on all ranks at once with its reason, and leaves them in step."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def in_step(comm: ep_ops.Communicator, together: Any, **sizes: Any) -> None:
 
 
 def raised(call: Callable[[], Any], comm: ep_ops.Communicator) -> tuple[BaseException | None, float]:
-    """What the call raises, or a check behind it, and after how many seconds."""
+    """Return what the call raises, or a check behind it, and after how many seconds."""
     start, error = time.monotonic(), None
     try:
         call()

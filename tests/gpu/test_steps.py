@@ -31,8 +31,8 @@ def draw(seed: int, step: int, most: int = TOKENS) -> tuple[Tensor, Tensor, Tens
 
 
 def added(rows: Tensor, idx: Tensor, residual: Tensor | None = None) -> Tensor:
-    """What a combine makes of a row for each (token, k), float32 `rows` [T, K, H], in plain PyTorch on this rank
-    alone, to the bit: rank by rank, k by k."""
+    """Return the combine of a row for each (token, k), float32 `rows` [T, K, H], in plain PyTorch on this rank alone,
+    to the bit: rank by rank, k by k."""
     world_size = ranks()[1]
     holder = idx.div(EXPERTS // world_size, rounding_mode="floor")  # below 0 where there is none
     here = holder == torch.arange(world_size, device=idx.device)[:, None, None]  # [W, T, K]

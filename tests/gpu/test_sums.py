@@ -23,7 +23,7 @@ STEP = 384  # of what has gradients, is captured or compiled
 
 
 def kernels() -> list[Any]:
-    """What these tests launch, for precompile.py."""
+    """Return the kernels that these tests launch, for precompile.py."""
     from cute_kernels.local.sum_rows import SumRows
 
     kinds = ((False, False), (True, False), (False, True))  # weighted, alone

@@ -62,7 +62,7 @@ class Device:
 
 
 def told(text: torch.Tensor) -> tuple[str, int]:
-    """What a rank tells the others: the reason, and of how many operations."""
+    """Return what a rank reports to the others: the reason, and of how many operations."""
     said = bytes(text.tolist())
     assert len(said) == REASON_BYTES
     return said[:-1].rstrip(b"\0").decode(), said[-1]

@@ -247,7 +247,7 @@ def test_a_graph_that_does_nothing_is_called_wrong(works: bool, monkeypatch: pyt
 
 
 def made_up_run() -> dict:
-    """What a full run writes, with times in graphs at 80 % of the link's speed, and 50 % below 24 SMs."""
+    """Return a run as a full one writes it, with times in graphs at 80 % of the link's speed, and 50 % below 24 SMs."""
     results = []
     for case in PRESETS["full"]().cases:
         w = case.workload

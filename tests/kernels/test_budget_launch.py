@@ -30,7 +30,7 @@ X, IDX = torch.zeros(TOKENS, 7168, dtype=torch.bfloat16), torch.zeros(TOKENS, 8,
 
 
 def blocks_of(monkeypatch: pytest.MonkeyPatch, token_major: bool, asked: tuple[int | None, int | None]) -> list[Any]:
-    """What the pulls and combines of a dispatch, a known route and a combine, there and back, are told of blocks."""
+    """Return the blocks of the pulls and combines of a dispatch, a known route and a combine, there and back."""
     allocate_on_cpu(monkeypatch)
     recorder = Recorder(PROBLEM, SMS)
     budget = default_budget(TRAFFIC, SMS, 100, *asked)

@@ -1,4 +1,4 @@
-"""What the host launches for SwiGLU experts with few rows each, without a GPU."""
+"""The host launches the right kernels for SwiGLU experts with few rows each. Needs no GPU."""
 
 from __future__ import annotations
 

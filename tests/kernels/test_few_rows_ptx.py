@@ -1,4 +1,4 @@
-"""What the grouped GEMMs for few rows compile to, for Hopper and Blackwell, without a GPU."""
+"""The grouped GEMMs for few rows compile to the expected instructions, for Hopper and Blackwell. Needs no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks note of their last operations, as the host reads it."""
+"""The host reads the notes that ranks make of their last operations."""
 
 from __future__ import annotations
 

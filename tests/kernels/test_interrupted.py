@@ -1,4 +1,4 @@
-"""What a rank's host tells the others when an operator raises there, and what it counts, without a GPU."""
+"""A rank whose operator raises on the host rejects it for the others and counts it. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OOM = torch.OutOfMemoryError("no room")
 
 
 def call(on: Any, operator: str, *args: Any, flight: int = 0, max_tokens: Any = 0) -> Any:
-    """As the operators' implementations do it."""
+    """Call an operator as the operators' implementations do."""
     whole, part = parts_of(operator)
     run = functools.partial(getattr(on, part or whole), *((args[0], whole, *args[1:]) if part else args))
     try:
@@ -47,7 +47,7 @@ def kernels(device: Device) -> list[str]:
 
 @pytest.fixture
 def failures(backend: Any, device: Device, monkeypatch: pytest.MonkeyPatch) -> Failures:
-    """Of rank 0, whose kernels have reported nothing yet."""
+    """Return the failures of rank 0, whose kernels have reported nothing yet."""
     made = object.__new__(Failures)
     made._config = SimpleNamespace(name="ep", max_tokens_per_rank=PROBLEM.planned_tokens)  # type: ignore[assignment]
     made._rank, made._device, made._resets = 0, torch.device("cpu"), device.stream("resets")
@@ -65,7 +65,7 @@ def failures(backend: Any, device: Device, monkeypatch: pytest.MonkeyPatch) -> F
 
 
 def rejected_by_a_peer(failures: Failures, kind: str, max_tokens: int, turns: int, epoch: int = 7) -> None:
-    """As kernels report it."""
+    """Report a peer's rejection as kernels do."""
     own = epoch << marks.SHIFT | marks.pack(kind, max_tokens)
     words = [1, sync.REJECTION, 0, 0, 1, 0, own, epoch << marks.SHIFT | marks.pack_rejection(1)]
     failures.report._words[2 * sync.REPORT_WORDS : 2 * sync.REPORT_WORDS + 8] = words  # type: ignore[assignment]

@@ -35,7 +35,7 @@ SMALL, OTHER = Tiny(), Tiny(64)
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As in a new process with an empty cache."""
+    """Return the state of a new process with an empty cache."""
     monkeypatch.setenv("EP_OPS_CACHE_DIR", str(tmp_path / "cache"))
     forget(monkeypatch)
 
@@ -60,7 +60,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is in memory."""
+    """Forget the kernels in memory."""
     monkeypatch.setattr(jit, "_loaded", {})
     monkeypatch.setattr(jit, "_locks", {})
 

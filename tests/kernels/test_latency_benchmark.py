@@ -105,7 +105,7 @@ def test_says_what_it_cannot_do(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def made_up_run() -> dict:
-    """What a run on GPUs writes, one deal of blocks given at one size."""
+    """Return a run as one on GPUs writes it, with one deal of blocks given at one size."""
 
     def result(op: str, tokens: int, deal: list[int] | None = None) -> dict:
         us = 8.0 + 0.25 * tokens

@@ -1,4 +1,4 @@
-"""What the latency path hands to its kernels, without a GPU: every argument they take, blocks that make sense."""
+"""The latency path passes every argument to its kernels, and numbers of blocks that make sense. Needs no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launcher makes of what it is given, without a GPU: a kernel's arguments, in their order."""
+"""A launcher passes a kernel's arguments in their order. Needs no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the kernels that make lists, and routes of their places, compile to, for Hopper and Blackwell, without a GPU."""
+"""The kernels that make lists, and routes of their places, compile to the expected instructions, for Hopper and
+Blackwell. Needs no GPU."""
 
 from __future__ import annotations
 

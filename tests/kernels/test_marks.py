@@ -232,7 +232,7 @@ def test_waiting():
 
 
 class Backend:
-    """As much of one as is watched."""
+    """A stand-in for the parts of a backend that are watched."""
 
     def __init__(self) -> None:
         self.late: list[str] = []

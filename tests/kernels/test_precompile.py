@@ -1,4 +1,4 @@
-"""What tests/gpu/precompile.py lists for the files of GPU tests, without a GPU."""
+"""tests/gpu/precompile.py lists the kernels of the files of GPU tests. Needs no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What start and wait of a split operation put on which stream, in which order, without a GPU."""
+"""Starts and waits of split operations launch their kernels on the right streams, in the right order. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_rounds(weighted: bool, backend: Any, device: Device) -> None:
         return [cut if kernel == "cut" else ("launches", "side", kernel) for kernel in kernels]
 
     def started(event: int) -> list[tuple[str, str, Any]]:
-        """What a start has put on the side stream."""
+        """Return what a start has launched on the side stream."""
         done = device.take()
         fork = done.index(("records", "caller", 1))
         assert {what for what, *_ in done[:fork]} == {"allocates"} and done[fork + 1] == ("waits for", "side", 1)

@@ -1,4 +1,4 @@
-"""What the kernel that sums rows compiles to, for Hopper and Blackwell, without a GPU."""
+"""The kernel that sums rows compiles to the expected instructions, for Hopper and Blackwell. Needs no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernels of SwiGLU compile to, for Hopper and Blackwell, without a GPU."""
+"""The kernels of SwiGLU compile to the expected instructions, for Hopper and Blackwell. Needs no GPU."""
 
 from __future__ import annotations
 

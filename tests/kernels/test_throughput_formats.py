@@ -1,4 +1,4 @@
-"""What the throughput path hands to its kernels where rows travel in a format."""
+"""The throughput path passes the right arguments to its kernels where rows travel in a format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the throughput path hands to its kernels, without a GPU."""
+"""The throughput path passes the right arguments to its kernels. Needs no GPU."""
 
 from __future__ import annotations
 

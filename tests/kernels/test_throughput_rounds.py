@@ -1,4 +1,4 @@
-"""What the throughput path hands to its kernels where a call takes several rounds."""
+"""The throughput path passes the right arguments to its kernels where a call takes several rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is run: sizes, operations and faults, drawn from a seed; the run; and the smallest case that goes wrong."""
+"""Sizes, operations and faults of a run, drawn from a seed; the run; and the smallest case that goes wrong."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def draw_operations(draw: random.Random, shape: Shape, count: int) -> list[Opera
 
 
 def draw_ids(draw: random.Random, shape: Shape) -> tuple[Ids, ...]:
-    """Of all ranks: even, all to one rank, none at all, or few."""
+    """Draw the ids of all ranks: even, all to one rank, none at all, or few."""
     experts = shape.experts * shape.world_size
     style, hot = draw.choice(("even", "even", "skewed", "sparse")), draw.randrange(shape.world_size)
 

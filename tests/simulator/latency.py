@@ -23,7 +23,7 @@ class Latency:
         ]  # fmt: skip
 
     def send_route(self: Rank, op: Operation, target: int) -> Steps:
-        """As owner: the ids of all tokens."""
+        """Send the ids of all tokens, as their owner."""
         here = self.out_place("few routes out", target)
         self.store(self.rank, here, (op.ids[self.rank], op.capacity[self.rank]))
         self.put(target, [(here, self.place("few routes", self.rank))], self.word("few routes", self.rank), 0)
@@ -42,7 +42,7 @@ class Latency:
         return token if self.each(other) == 1 else number
 
     def send_copies(self: Rank, op: Operation, target: int) -> Steps:
-        """As owner: each token that names the rank, with its weights, so many in a put."""
+        """Send each token that names the rank, with its weights, so many in a put, as their owner."""
         tokens, each = self.tokens_for(op.ids[self.rank], target), self.each(target)
         for first in range(0, len(tokens), each):
             cells = []
@@ -67,7 +67,7 @@ class Latency:
         yield from self.wait("few row arrived", self.word("lines", source, line), source)
 
     def receive_copies(self: Rank, op: Operation) -> Steps:
-        """As the experts' rank: places the rows that all routes tell of, and waits for them all."""
+        """Place the rows that all routes announce, and wait for them all, as the experts' rank."""
         heads, entries, ids, came = [], [], [], {}
         for source in range(self.shape.world_size):
             yield from self.wait("few route arrived", self.word("few routes", source), source)
@@ -109,7 +109,7 @@ class Latency:
         return [*(self.send_sums(op, rank) for rank in range(self.shape.world_size)), self.add_sums(op)]
 
     def send_sums(self: Rank, op: Operation, target: int) -> Steps:
-        """As the experts' rank: the sum of each of an owner's copies, so many in a put."""
+        """Send the sum of each of an owner's copies, so many in a put, as the experts' rank."""
         copies, each = [copy for copy in self.routes[op.along].copies if copy.source == target], self.each(target)
         for first in range(0, len(copies), each):
             cells, places = [], []
@@ -127,7 +127,7 @@ class Latency:
         return (copy, token) if self.shape.rows == 1 else (rank, self.line(other, token, number))
 
     def add_sums(self: Rank, op: Operation) -> Steps:
-        """As owner: in the tree of sums."""
+        """Add up the sums as owner, in the tree of sums."""
         totals = []
         for t, chosen in enumerate(self.routes[op.along].ids):
             kept, named = kept_of(self, op.along, t), self.shape.named(chosen)
@@ -149,7 +149,7 @@ class Latency:
         self.result = tuple(totals)
 
     def places_of_sum(self: Rank, op: Operation, rank: int, copy: int, token: int) -> tuple[Any, Any]:
-        """As owner: of the sum of one of a token's copies, and of the first one in its put."""
+        """Return the places of the sum of one of a token's copies, as its owner, and of the first one in its put."""
         number, each = self.number_of_sum(op, rank, token), self.each(rank)
         first = number // each * each
         at = self.place_of_sum(rank, rank, copy, token, number)

@@ -305,14 +305,14 @@ class OneHello(Rank):
 
 
 class OneSendArea(Rank):
-    """What the wire reads has no banks."""
+    """A protocol without banks in the area that the wire reads."""
 
     def out_place(self, area: str, target: int, *index: Any) -> Place:
         return (area, target, *index)
 
 
 class SharedSendArea(Rank):
-    """What goes to several ranks is put together in the same places."""
+    """A protocol that puts together in the same places what goes to several ranks."""
 
     def out_place(self, area: str, target: int, *index: Any) -> Place:
         return self.place(area, *index)

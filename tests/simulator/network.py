@@ -27,7 +27,7 @@ class Abandoned(Exception):
 
 
 class Wait(NamedTuple):
-    """What a task yields to wait for a word of its own rank's memory."""
+    """The value that a task yields to wait for a word of its own rank's memory."""
 
     rule: str  # what it is for
     word: Word

@@ -1,4 +1,4 @@
-"""What both protocols do without waiting: which entries go where, which row an entry gets, what a copy adds up to."""
+"""The steps of both protocols that do not wait: which entries go where, which row an entry gets, the sum of a copy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Entry(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What every rank tells all others."""
+    """The values that every rank sends to all others."""
 
     counts: tuple[int, ...]  # its entries of each expert of all ranks
     capacity: int  # of its own rows
@@ -81,7 +81,7 @@ def kept_of(rank: Rank, along: int, token: int) -> list[int]:
 
 
 def sum_of(operation: int, rank: int, copy: Copy) -> tuple[Any, list[tuple[int, Any]]]:
-    """Of a copy's rows, over k ascending, rounded; and the scalars that go back with it."""
+    """Return the sum of a copy's rows, over k ascending, rounded; and the scalars that go back with it."""
     result = None
     for _, row in copy.rows:
         result = add(result, y_of(operation, rank, row))

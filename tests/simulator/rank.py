@@ -53,7 +53,7 @@ class Rank(Throughput, Latency):
         return False
 
     def tasks(self, op: Operation) -> list[Steps]:
-        """What runs side by side."""
+        """Return the tasks that run concurrently."""
         kinds = {
             "few_dispatch": self.few_dispatch, "few_combine": self.few_combine, "combine": self.combine,
             "dispatch": self.dispatch, "dispatch_planned": self.dispatch,
@@ -118,7 +118,7 @@ class Rank(Throughput, Latency):
                 self.give_up(f"rank {self.rank} is in {self.terms}, rank {peer} in {terms}")
 
     def hear(self, word: Word, value: Any) -> None:
-        """Of whatever is set in this rank's memory."""
+        """Take notice of whatever is set in this rank's memory."""
         if word[0] == "alarm":
             self.fail(value)
         elif isinstance(value, tuple) and value[0] < self.epoch - 1 and not self.failed:
@@ -164,7 +164,7 @@ class Rank(Throughput, Latency):
         return number
 
     def wait_number(self, rule: str, word: Word, *peers: int) -> Steps:
-        """Likewise, of a word that carries a number in the place of terms."""
+        """Wait for a word that carries a number in the place of terms, and return the number."""
         _, number, _ = yield from self.wait_for(rule, word, self.is_of_epoch, peers, "rejection")
         return number
 
@@ -186,13 +186,13 @@ class Rank(Throughput, Latency):
         return word in self.network.words[self.rank] and ready(self.word_here(word))
 
     def read(self, rank: int, place: Place) -> Any:
-        """Of this rank, or of one of its domain."""
+        """Return a value of this rank, or of one of its domain."""
         if self.shape.domain_of[rank] != self.domain:
             raise Violation(f"rank {self.rank} cannot read memory of rank {rank}")
         return self.network.read(rank, place, self.epoch)
 
     def store(self, rank: int, place: Place, value: Any) -> None:
-        """Likewise."""
+        """Store a value at this rank, or at one of its domain."""
         if self.shape.domain_of[rank] != self.domain:
             raise Violation(f"rank {self.rank} cannot write memory of rank {rank}")
         self.network.store(rank, place, value, self.epoch)

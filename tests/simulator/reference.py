@@ -1,4 +1,4 @@
-"""What must come of an operation, from what all ranks pass to it. Shares nothing with the protocol but its sizes."""
+"""Expected results of an operation, from the arguments of all ranks. Shares nothing with the protocol but its sizes."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Operation(NamedTuple):
 
 
 class Route(NamedTuple):
-    """What a rank knows after a dispatch."""
+    """A rank's knowledge after a dispatch."""
 
     ids: Ids
     send_rows: tuple[tuple[int, ...], ...]  # the row of each (token, k), -1 where there is none
@@ -116,5 +116,5 @@ def add(one: Any, other: Any) -> Any:
 
 
 def rounded(value: Any) -> Any:
-    """What is rounded already stays as it is."""
+    """Return a number rounded; one that is rounded already is unchanged."""
     return value if value is None or value[0] == "rounded" else ("rounded", value)

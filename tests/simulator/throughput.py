@@ -43,7 +43,7 @@ class Throughput:
         ]
 
     def tell_tile(self: Rank, op: Operation, tile: int, fresh: bool) -> Steps:
-        """As owner: the tile's counts and entries to everybody, one put each; its weights to the stagers."""
+        """Send the tile's counts and entries to everybody, one put each, and its weights to the stagers, as owner."""
         ids, word = op.ids[self.rank], self.word("route", self.rank, tile)
         tokens = [t for t in self.shape.tile(tile) if t < len(ids)]
         weights = tuple(tuple(weight_of(op.number, self.rank, t, k) for k in range(self.shape.top_k)) for t in tokens)
@@ -69,7 +69,7 @@ class Throughput:
             yield
 
     def send_rows(self: Rank, op: Operation, domain: int) -> Steps:
-        """As owner: all batches, to the rank that stands for this one in another domain."""
+        """Send all batches to the rank that stands for this one in another domain, as owner."""
         ids = op.ids[self.rank]
         for b in range(self.shape.batches):
             mask = 0
@@ -95,11 +95,11 @@ class Throughput:
         self.put(self.shape.stager(self.rank, domain), cells, self.word(words, self.domain, b), mask)
 
     def out_place(self: Rank, area: str, target: int, *index: Any) -> Place:
-        """What is to be put, for a rank or a domain."""
+        """Return the place of data to be put, for a rank or a domain."""
         return self.place(area, target, *index)
 
     def stage_rows(self: Rank, op: Operation) -> Steps:
-        """As owner: for the ranks of this domain."""
+        """Stage rows for the ranks of this domain, as owner."""
         tokens = len(op.ids[self.rank])
         for b in range(self.shape.batches):
             for t in self.of_batch(b, tokens):
@@ -109,7 +109,7 @@ class Throughput:
             yield
 
     def relay_rows(self: Rank, domain: int) -> Steps:
-        """As stager: each batch's word to the ranks of this domain."""
+        """Relay each batch's word to the ranks of this domain, as stager."""
         source = self.shape.stager(self.rank, domain)
         for b in range(self.shape.batches):
             mask = yield from self.wait_number("rows arrived", self.word("batch", domain, b), source)
@@ -127,7 +127,7 @@ class Throughput:
             yield
 
     def receive(self: Rank, op: Operation, fresh: bool) -> Steps:
-        """As the experts' rank: places the rows, and fetches them from where they are staged in this domain."""
+        """Place the rows, and fetch them from where they are staged in this domain, as the experts' rank."""
         heads: list[list[Head]] = []
         entries = []
         for source in self.everybody:
@@ -195,8 +195,8 @@ class Throughput:
         return range(block, count, self.shape.blocks)
 
     def push(self: Rank, op: Operation) -> Steps:
-        """As the experts' rank: adds up the rows of each copy, and stores the sum at the rank that stands for the
-        token's owner in this domain."""
+        """Add up the rows of each copy, and store the sum at the rank that stands for the token's owner in this domain,
+        as the experts' rank."""
         for copy in self.routes[op.along].copies:
             stager = self.shape.stager(copy.source, self.domain)
             domain = self.shape.domain_of[copy.source]
@@ -221,7 +221,7 @@ class Throughput:
         return tuple(self.number_there(domain, named.index(r)) for r in kept)
 
     def ask_all(self: Rank, op: Operation, block: int) -> Steps:
-        """As owner: which sums are wanted of other domains, batch by batch; also where none are."""
+        """Ask other domains for sums, batch by batch, as owner; also where none are wanted."""
         for b in self.shared(self.shape.batches, block):
             for domain in self.other_domains():
                 here = self.out_place("wanted out", domain, b)
@@ -232,7 +232,8 @@ class Throughput:
                 yield
 
     def pass_all(self: Rank, op: Operation, block: int) -> Steps:
-        """As stager: the sums that owners of other domains ask for. Where a copy never comes, none of its batch."""
+        """Pass on the sums that owners of other domains ask for, as stager. Where a copy never comes, none of its
+        batch."""
         others = self.other_domains()
         for item in self.shared(self.shape.batches * len(others), block):
             try:
@@ -292,7 +293,7 @@ class Throughput:
         self.put_cells("returned", domain, b, 0, cells)
 
     def add_all(self: Rank, op: Operation, block: int) -> Steps:
-        """As owner: adds up what the domains have sent, and what was pushed here."""
+        """Add up what the domains have sent, and what was pushed here, as owner."""
         chosen = self.routes[op.along]
         for t in self.shared(len(chosen.ids), block):
             result, scalars, b = None, [], t // self.shape.batch
