@@ -45,6 +45,8 @@ from ep_ops.integrations import quack
 from ep_ops.nn import TORCH, Gemms, expert_mlp, grouped_mm, swiglu
 from ep_ops.nn.expert_mlp import expert_rows
 from ep_ops.nn.gemms import Choice
+from ep_ops.nn.late import SentTokens
+from ep_ops.nn.token_major import How, Rows
 
 
 class Model(NamedTuple):
@@ -124,7 +126,8 @@ class Layer:
         return found
 
     def gemms(self, rows: Tensor, gemms: Gemms) -> Tensor:
-        return expert_rows(self.rows._replace(x=rows), self.w_in, self.w_out, Choice(gemms), None)[0]
+        sent = SentTokens(self.comm, self.x, self.weights)
+        return expert_rows(self.rows._replace(x=rows), self.w_in, self.w_out, Choice(gemms), sent, How(Rows()))[0]
 
     def ours(self, gemms: Gemms) -> Tensor:
         given = self.comm, self.x, self.idx, self.weights, self.w_in, self.w_out

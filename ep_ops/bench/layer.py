@@ -1,80 +1,67 @@
-"""A whole mixture-of-experts layer, forward and backward, in several sizes of its receive buffer: `ep-ops bench layer`.
+"""The experts of a mixture-of-experts layer, with dispatch and combine, in several ways: `ep-ops bench layer`.
 
-ep-ops bench layer --ranks 1 --experts 64 --times 4       # one GPU of four: room for four times the rows that come
+ep-ops bench layer --ranks 1 --experts 64 --only worst,token_major       # one GPU; the ways take turns
 torchrun --nproc-per-node 4 -m ep_ops bench layer     # 4096 tokens a rank, hidden 7168, 256 experts of width 2048
 ep-ops bench layer --device cpu --tokens 32 --hidden 128 --width 64 --experts 8 --top-k 2 --iterations 2
 
-Capacity is the worst case where every rank may send all its tokens to one, several times the mean: grouped GEMMs and
-SwiGLU by kernels of ours touch live rows only, SwiGLU by PyTorch all that there is room for. `--only quack` needs
-quack-kernels 0.6.5.
+Capacity is the worst case where every rank may send all its tokens to one, several times the mean; 1.25 times the mean
+where a name says so. Grouped GEMMs and SwiGLU by kernels of ours touch live rows only. Held: what a forward with
+gradients keeps for backward, without its output. Peak: of forward and backward, with weights and gradients. Ways whose
+names end in `quack` need quack-kernels 0.6.5.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ep_ops import Communicator
-from ep_ops.integrations import quack
-from ep_ops.nn import (
-    Computed,
-    Experts,
-    MoELayer,
-    expert_lists,
-    gather_mm,
-    grouped_mm,
-    places_route,
-    swiglu_rows,
-    weights_of_places,
-)  # fmt: skip
+from ep_ops.nn import Experts
 
 from .figures import text_table
 from .options import add_sizes, names_of, new_parser, positive, read
 from .ranks import Found, Run, on_every_rank
 from .workloads import Workload
 
+ROOM = 1.25
+"""Rows of a buffer that is not sized for the worst case, in multiples of the mean."""
+
+
+class Way(NamedTuple):
+    """A layer that is measured."""
+
+    about: str
+    room: str
+    """"exact", "mean" (with :data:`ROOM`) or "worst"."""
+    options: dict[str, Any]
+    """Arguments of :class:`ep_ops.nn.Experts`."""
+
+
+WIRE = "wire:e4m3/128/pow2"
+TOKEN_MAJOR: dict[str, Any] = {"rows": "token_major"}
+AGAIN: dict[str, Any] = {**TOKEN_MAJOR, "redispatch": True}
+QUACK: dict[str, Any] = {"gemms": "quack"}
 WAYS = {
-    "exact": "exact size, one host synchronization",
-    "mean": "1.25 × the mean",
-    "worst": "worst case",
-    "wire": "worst case, dispatched as wire:e4m3/128/pow2",
-    "token_major": "worst case, token-major rows, copied for each expert",
-    "quack": "worst case, token-major rows, gathered by quack's grouped GEMM",
+    "exact": Way("exact size, one host synchronization", "exact", {"dynamic": True}),
+    "mean": Way("1.25 × the mean", "mean", {}),
+    "worst": Way("worst case", "worst", {}),
+    "wire": Way(f"worst case, dispatched as {WIRE}", "worst", {"format": WIRE}),
+    "token_major": Way("token-major rows, 1.25 × the mean", "mean", TOKEN_MAJOR),
+    "redispatch": Way("token-major rows, dispatched again, 1.25 × the mean", "mean", AGAIN),
+    "quack": Way("1.25 × the mean, quack's GEMMs", "mean", QUACK),
+    "token_major_quack": Way("token-major rows, 1.25 × the mean, quack's GEMMs", "mean", TOKEN_MAJOR | QUACK),
+    "redispatch_quack": Way("token-major rows, dispatched again, quack's GEMMs", "mean", AGAIN | QUACK),
 }
-DEFAULT = tuple(way for way in WAYS if way != "quack")
-
-
-class TokenMajorExperts(Experts):
-    """One row for each token and rank; an expert's rows are copied for the first product."""
-
-    gather_mm = staticmethod(gather_mm)
-
-    def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, **options: Any) -> Computed:
-        received = self.comm.dispatch(x, topk_idx, topk_weights, layout="token_major", capacity=self.capacity)
-        self.dropped += received.dropped
-        assert received.local_idx is not None
-        lists = expert_lists(received.local_idx, self.comm.num_local_experts, alignment=self.comm.alignment)
-        places = places_route(self.comm, received.route, lists)
-        y = swiglu_rows(self.gather_mm(received.x, self.local_weight("w_in"), lists), places)
-        y = grouped_mm(y, self.local_weight("w_out"), lists.offs)
-        assert received.weights is not None
-        out = self.comm.combine(y, places, weights_of_places(received.weights, lists))
-        return Computed(out, received.dropped)
-
-
-class ByQuack(TokenMajorExperts):
-    """The first product gathers them."""
-
-    gather_mm = staticmethod(quack.gather_mm)
-
-
-KINDS: dict[str, type[Experts]] = {"token_major": TokenMajorExperts, "quack": ByQuack}
+DEFAULT = tuple(way for way in WAYS if not way.endswith("quack"))
+MODES = "eager", "compiled", "captured"
+FIGURES = {"forward": "forward", "forward_backward": "and backward"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -84,33 +71,66 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--times", type=float, help="the worst case, in multiples of the mean (default: as it is)")
     options.add_argument("--iterations", type=positive, default=20)
     options.add_argument("--only", type=names_of(WAYS), default=DEFAULT, metavar="NAME,NAME", help=" ".join(WAYS))
+    options.add_argument(
+        "--mode", choices=MODES, default="eager", help="how the layer is called (default: %(default)s)"
+    )
     return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser()
     args = read(options, argv)
-    if "quack" in args.only and (args.device == "cpu" or importlib.util.find_spec("quack") is None):
-        options.error("--only quack needs GPUs, and quack-kernels 0.6.5")
+    by_quack = [way for way in args.only if way.endswith("quack")]
+    if by_quack and (args.device == "cpu" or importlib.util.find_spec("quack") is None):
+        options.error(f"--only {by_quack[0]} needs GPUs, and quack-kernels 0.6.5")
+    if args.mode == "captured" and (args.device == "cpu" or "exact" in args.only):
+        options.error("--mode captured needs GPUs, and ways of fixed sizes (without exact)")
     return on_every_rank(measure, args)
 
 
 def measure(device: torch.device, args: argparse.Namespace) -> None:
-    sizes = {name: getattr(args, name) for name in ("tokens", "hidden", "width", "experts", "top_k", "times")}
+    sizes = {name: getattr(args, name) for name in ("tokens", "hidden", "width", "experts", "top_k", "times", "mode")}
     workload = Workload(args.tokens, args.hidden, args.experts, args.top_k)
     facts = {"benchmark": "layer", "dtype": workload.dtype, **sizes}
     with (
         Run(device, args, table, **facts, results=[]) as run,
         run.communicator(workload, latency_max_tokens=0) as comm,
     ):
-        comm.warmup([("wire:e4m3/128/pow2", "")] if "wire" in args.only else [])
+        comm.warmup([(WIRE, "")] if "wire" in args.only else [])
         run.steps = len(args.only)
-        weights = made(comm, args.width)
-        for way in args.only:
-            run.found["results"].append(time(run, comm, way, weights))
+        inputs = LayerInputs(run, comm)
+        layers = {}
+        for name in args.only:
+            layers[name] = Layer(run, inputs, name)
+            run.found["results"].append(layers[name].found)
+            run.say(f"{name}: {run.found['results'][-1]}")
             run.save()
             run.done += 1
+        rounds = max(1, args.iterations // 2)
+        for figure, grads in (("forward", False), ("forward_backward", True)):
+            calls = {name: layer.call(grads, args.mode == "captured") for name, layer in layers.items()}
+            for name, timing in run.timer.by_turns(calls, rounds, row=2, rest=False).items():
+                layers[name].found[figure] = timing.median / 1e3
+            run.save()
+        for layer in layers.values():
+            layer.found["dropped"] = int(run.worst({"dropped": float(layer.experts.dropped.sum())})["dropped"])
         comm.check_errors()
+        run.save()
+
+
+class LayerInputs:
+    """Tensors that all ways share: tokens of this rank with their route, and the experts' weights."""
+
+    def __init__(self, run: Run, comm: Communicator) -> None:
+        args, self.comm = run.args, comm
+        draw = torch.Generator(device=comm.device).manual_seed(run.rank)
+        shape = args.tokens, args.hidden
+        self.x, self.grad = (torch.randn(shape, generator=draw, device=comm.device).to(comm.dtype) for _ in range(2))
+        self.x.requires_grad_()
+        scores = torch.rand(args.tokens, args.experts, generator=draw, device=comm.device)
+        self.idx = scores.topk(args.top_k).indices.int()
+        self.weights = torch.rand(args.tokens, args.top_k, generator=draw, device=comm.device).requires_grad_()
+        self.matrices = made(comm, args.width)
 
 
 def made(comm: Communicator, width: int) -> tuple[Tensor, Tensor]:
@@ -124,63 +144,84 @@ def made(comm: Communicator, width: int) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def capacity_of(run: Run, comm: Communicator, way: str) -> int | None:
-    """Return the number of rows of the receive buffer, or None for the exact size. Token-major rows: as many as provide
-    that many places."""
-    if way in ("token_major", "quack"):
-        return int(run.args.times * run.args.tokens) if run.args.times else None
-    mean = run.args.tokens * run.args.top_k * comm.num_local_experts * run.world_size // comm.num_experts
-    room = comm.num_local_experts * (comm.alignment - 1)
-    if way == "exact":
-        return None
-    if way == "mean":
-        rows = int(1.25 * mean) + room
-    elif run.args.times:
-        rows = int(run.args.times * mean) + room
-    else:
-        return comm.capacity()
-    return -(-rows // comm.alignment) * comm.alignment
+class Layer:
+    """The experts in one way, and what was found of them: sizes and memory."""
 
+    def __init__(self, run: Run, inputs: LayerInputs, name: str) -> None:
+        way, self.inputs, comm = WAYS[name], inputs, inputs.comm
+        sizes = sizes_of(run, comm, way)
+        self.experts = Experts(comm, 1, **way.options, **sizes)
+        self.experts.w_in, self.experts.w_out = (nn.Parameter(self.experts.from_local(w)) for w in inputs.matrices)
+        self.leaves = inputs.x, inputs.weights, *self.experts.parameters()
+        self.run: Callable[..., Tensor] = self.experts
+        if run.args.mode == "compiled":
+            torch._dynamo.reset()
+            torch._dynamo.config.capture_dynamic_output_shape_ops = True
+            self.run = torch.compile(self.experts, fullgraph=True)
+        self.found: Found = {"way": name, "capacity": sizes.get("capacity"), "places": sizes.get("places")}
+        self.both()  # compiles
+        cuda = comm.device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() if cuda else 0
+        out = self.run(inputs.x, inputs.idx, inputs.weights)
+        held = torch.cuda.memory_allocated() - before - out.nbytes if cuda else 0
+        grads = torch.autograd.grad(out, self.leaves, inputs.grad)
+        peak = torch.cuda.max_memory_allocated() if cuda else 0
+        del out, grads
+        self.found |= {"held_gib": held / 2**30, "peak_gib": peak / 2**30}
 
-def time(run: Run, comm: Communicator, way: str, weights: tuple[Tensor, Tensor]) -> dict[str, Any]:
-    """Return the times of forward, and of forward and backward, in ms."""
-    capacity = capacity_of(run, comm, way)
-    layer = MoELayer(comm, 1)
-    layer.experts = experts = KINDS.get(way, Experts)(
-        comm, 1, capacity=capacity, dynamic=way == "exact", format="wire:e4m3/128/pow2" if way == "wire" else ""
-    )
-    experts.w_in, experts.w_out = (nn.Parameter(experts.from_local(w)) for w in weights)
-    draw = torch.Generator(device=comm.device).manual_seed(run.rank)
-    shape = (run.args.tokens, run.args.hidden)
-    x, grad = (torch.randn(shape, generator=draw, device=comm.device).to(comm.dtype) for _ in range(2))
-    leaves = (x.requires_grad_(), *layer.parameters())
-
-    def forward(i: int) -> Tensor:
+    def forward(self) -> Tensor:
         with torch.no_grad():
-            return layer(x)
+            return self.run(self.inputs.x, self.inputs.idx, self.inputs.weights)
 
-    def both(i: int) -> None:
-        torch.autograd.grad(layer(x), leaves, grad)
+    def both(self) -> None:
+        out = self.run(self.inputs.x, self.inputs.idx, self.inputs.weights)
+        torch.autograd.grad(out, self.leaves, self.inputs.grad)
 
-    if comm.device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    found = {}
-    for name, call in (("forward", forward), ("forward_backward", both)):
-        timing = run.timer.steady(call, run.args.iterations)
-        found[name] = timing.median / 1e3
-        run.say(f"{way}: {name} {found[name]:.2f} ms")
-    peak = torch.cuda.max_memory_allocated() / 2**30 if comm.device.type == "cuda" else 0.0
-    dropped = int(run.worst({"dropped": float(experts.dropped.sum())})["dropped"])
-    return {"way": way, "capacity": capacity, **found, "peak_gib": peak, "dropped": dropped}
+    def call(self, grads: bool, captured: bool) -> Callable[[int], Any]:
+        """Return what is timed: forward without gradients, or forward and backward."""
+        run = self.both if grads else self.forward
+        if not captured:
+            return lambda i: run()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        return lambda i: graph.replay()
+
+
+def sizes_of(run: Run, comm: Communicator, way: Way) -> dict[str, Any]:
+    """Return capacity and places; nothing for the exact size."""
+    args, held, align = run.args, comm.num_local_experts, comm.alignment
+    if way.room == "exact":
+        return {}
+    mean = args.tokens * args.top_k * held * run.world_size // comm.num_experts
+    worst = int(args.times * mean) + held * (align - 1) if args.times else comm.capacity()
+    asked = worst if way.room == "worst" else min(int(ROOM * mean) + held * (align - 1), worst)
+    rows = -(-asked // align) * align
+    if way.options.get("rows") != "token_major":
+        return {"capacity": rows}
+    none = math.comb(comm.num_experts - held, args.top_k) / math.comb(comm.num_experts, args.top_k)
+    most = args.tokens * run.world_size
+    return {"capacity": min(most, int(ROOM * most * (1 - none)) + 1), "places": rows}
 
 
 def table(run: Found) -> list[str]:
-    rows = [["ms, the slowest rank's", "rows", "forward", "and backward", "peak GiB"]]
+    rows = [[f"{run['mode']}: ms, the slowest rank's", "rows", *FIGURES.values(), "held GiB", "peak GiB"]]
     for result in run["results"]:
-        times = (f"{result[name]:.2f}" for name in ("forward", "forward_backward"))
-        name = WAYS[result["way"]] + (f", {result['dropped']} rows dropped" if result["dropped"] else "")
-        rows.append([name, str(result["capacity"] or ""), *times, f"{result['peak_gib']:.1f}"])
+        times = (f"{result[name]:.2f}" if name in result else "" for name in FIGURES)
+        name = WAYS[result["way"]].about + (f", {result['dropped']} dropped" if result.get("dropped") else "")
+        sizes = "" if result["capacity"] is None else str(result["capacity"])
+        sizes += "" if result["places"] is None else f", {result['places']}"
+        rows.append([name, sizes, *times, f"{result['held_gib']:.2f}", f"{result['peak_gib']:.2f}"])
     return text_table(rows)
 
 

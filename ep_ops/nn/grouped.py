@@ -92,6 +92,11 @@ class Gemms(NamedTuple):
     bits as ``product`` gives in backward."""
     late: bool
     """Whether backward computes weight gradients while the gradient of x is being sent (docs/overlap.md)."""
+    gathered_product: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
+    """``product(x[rows], w, offs)`` from x [R, M], w, offs and rows, int32 [L]; without a gradient. None: token-major
+    rows are copied first."""
+    gathered_gradient: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
+    """``weights_gradient(x[rows], grad, offs)`` from x [R, M], grad [L, N], offs and rows [L]. None: copied."""
 
 
 TORCH = Gemms(grouped_mm, weights_gradient, late=False)

@@ -2,7 +2,7 @@
 the first GEMM [L, 2F].
 
 R counts copies (one for each token and rank) and L places (one for each token and expert). A place's row is copied to
-scratch memory before a GEMM that does not gather. With x the received rows, s the routing weights, and g the gradient
+scratch memory, unless the GEMM gathers rows itself. With x the received rows, s the routing weights, and g the gradient
 that the combine sends, one row for each copy:
 
     forward    h = x[rows] w_in      a = swiglu(h)      out = sum over places of s (a w_out)
@@ -168,7 +168,10 @@ class _TokenMajor(torch.autograd.Function):
         rows, flat, places, offs, counts, *route = ints
         product = kept.gemms.product
         assert recv_x is not None
-        h = product(sum_rows(recv_x, _index(flat, places)), w_in, offs)
+        if kept.gemms.gathered_product is None:
+            h = product(sum_rows(recv_x, _index(flat, places)), w_in, offs)
+        else:
+            h = kept.gemms.gathered_product(recv_x, w_in, offs, rows)
         y = product(SWIGLU(h, offs, counts, kept.alignment, 0), w_out, offs)
         ctx.save_for_backward(tokens if kept.how.rows.redispatch else recv_x, scales, h, w_in, w_out, *ints)
         ctx.kept, ctx.sizes, ctx.dtype = kept, (*x.shape, weights.shape[1]), x.dtype
@@ -198,8 +201,11 @@ class _TokenMajor(torch.autograd.Function):
 
         def matrices() -> tuple[Tensor | None, Tensor | None]:
             of_out = gradient(held.pop(), held.pop(), offs) if asks_out else None
-            of_in = gradient(sum_rows(recv_x, index), grad_h, offs) if asks_in else None
-            return of_in, of_out
+            if not asks_in:
+                return None, of_out
+            if kept.gemms.gathered_gradient is None:
+                return gradient(sum_rows(recv_x, index), grad_h, offs), of_out
+            return kept.gemms.gathered_gradient(recv_x, grad_h, offs, rows), of_out
 
         if how.late:
             grad_rows, scalars, (of_in, of_out) = while_returning(

@@ -28,6 +28,8 @@ from ep_ops.bench.operators import MAX_ERROR, Calls
 from ep_ops.bench.workloads import ALIGNMENT, Workload
 from ep_ops.nn.expert_mlp import expert_rows
 from ep_ops.nn.gemms import choose
+from ep_ops.nn.late import SentTokens
+from ep_ops.nn.token_major import How, Rows
 from ep_ops.records import Route
 from ep_ops.specs import CombineSpec
 from meta_kernels.formats import COMBINE_FORMATS
@@ -262,7 +264,8 @@ def test_layer(split: bool) -> None:
         idx, weights, _ = layer.router(x)
         sent = comm.dispatch(x, idx, weights)
         w_in, w_out = (layer.experts.local_weight(name) for name in ("w_in", "w_out"))
-        y, _ = expert_rows(sent, w_in, w_out, choose(comm, layer.experts.gemms, 32), None)
+        tokens, how = SentTokens(comm, x, weights), How(Rows())
+        y, *_ = expert_rows(sent, w_in, w_out, choose(comm, layer.experts.gemms, 32), tokens, how)
         for out, format in zip(found, (WIRE, ""), strict=True):
             assert same(out, comm.combine(y, sent.route, sent.weights, format=format))
         torch.testing.assert_close(*grads, rtol=0, atol=0)

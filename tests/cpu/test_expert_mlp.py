@@ -190,10 +190,16 @@ def test_inductor_keeps_the_late_order() -> None:
 
 
 def quacks_gemm(
-    a: Tensor, b: Tensor, *, dynamic_scheduler: bool, cu_seqlens_m: Any = None, cu_seqlens_k: Any = None
-) -> Tensor:
+    a: Tensor, b: Tensor, *, dynamic_scheduler: bool, cu_seqlens_m: Any = None, cu_seqlens_k: Any = None,
+    A_idx: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute the result of quack's GEMM, and check what it requires."""
     assert dynamic_scheduler
+    if A_idx is not None:  # it reads rows of a within the lists only
+        assert A_idx.dtype == torch.int32 and A_idx.dim() == 1 and A_idx.is_contiguous()
+        end = int((cu_seqlens_m if cu_seqlens_m is not None else cu_seqlens_k)[-1])
+        at = torch.where(torch.arange(A_idx.shape[0]) < end, A_idx, 0)
+        a = a[at] if cu_seqlens_m is not None else a.t()[at].t()
     if cu_seqlens_m is not None:
         assert a.is_contiguous() and 1 in b.stride()[1:] and cu_seqlens_m[0] == 0 and cu_seqlens_m.dtype == torch.int32
         return torch._grouped_mm(a, b, offs=cu_seqlens_m[1:])
@@ -219,6 +225,21 @@ def test_quacks_gemms(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> N
         quack.grouped_mm(torch.ones(4, H), torch.ones(2, H, F), offs)
     with pytest.raises(ValueError, match=r"w has shape \(2, 32, 24\); allowed: \[0, 32, N\]"):
         quack.grouped_mm(rows, torch.ones(2, H, F, dtype=torch.bfloat16), offs)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_quacks_gemms_gather_token_major_rows(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the stand-in: the bits of torch's GEMM on copied rows, in both orders, and with rows that are dispatched
+    again."""
+    monkeypatch.setattr(quack_mm, "gemm", quacks_gemm)
+    with communicator(torch.bfloat16) as comm:
+        expected, _ = trained(comm, TORCH, 7, rows="token_major")
+        for late, redispatch in ((True, False), (False, True)):
+            gemms = quack.GEMMS._replace(late=late)
+            got, ran = trained(comm, gemms, 7, backend=backend, rows="token_major", redispatch=redispatch)
+            assert all(torch.equal(got[name], value) for name, value in expected.items())
+            assert between(ran) == ([["quack_mm"] * 2] if late else [])
+            assert ("dispatch_planned" in ran) and "quack_mm" in ran
 
 
 def test_what_raises() -> None:

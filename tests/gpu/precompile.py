@@ -261,6 +261,7 @@ FINDS: dict[str, Find] = {
     "test_many.py": of_many, "test_moe_communicator.py": of_moe, "test_overlap.py": of_latency,
     "test_progress.py": of_progress, "test_steps.py": of_steps, "test_sums.py": of_one_rank("test_sums"),
     "test_throughput.py": of_throughput, "test_token_major.py": of_tokens,
+    "test_token_major_experts.py": of_one_rank("test_token_major_experts"),
 }  # fmt: skip
 
 
