@@ -61,7 +61,7 @@ from ep_ops.integrations.spread_checks import (
     raising_together,
 )
 from ep_ops.nn.apart import check_averaging, check_shards, parameters_apart
-from ep_ops.nn.expert_module import check_split, check_state, experts_dtensor
+from ep_ops.nn.expert_module import LayerNumber, check_split, check_state, experts_dtensor
 
 _TOP_K = "num_experts_per_tok", "top_k_experts", "moe_topk"
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -208,7 +208,7 @@ def _spread(
     # ranks.
     experts.comm, experts.gradient_divisor, experts.expert_names = comm, None, tuple(spread)
     experts.expert_parameters = functools.partial(parameters_apart, experts)
-    experts.layer_number = next(comm.layers)
+    experts.layer_number = LayerNumber(comm)
 
 
 class _Spread:

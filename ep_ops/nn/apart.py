@@ -23,8 +23,8 @@ try:  # FSDP2 has no public way from a module to the modules around it
 except ImportError:  # then FSDP2 is not checked
     _states = weakref.WeakKeyDictionary()
 
-_checked: weakref.WeakKeyDictionary[nn.Module, tuple[int, int | None]] = weakref.WeakKeyDictionary()
-"""Modules of experts that were checked: how many modules FSDP2 had sharded at that time, and the divisor."""
+_checked: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+"""Modules of experts that were checked: FSDP2's groups of parameters around each one, and the `_state_of` it then."""
 
 
 def names_apart(module: Any) -> list[str]:
@@ -85,7 +85,8 @@ def check_shards(module: Any) -> None:
 
 def check_averaging(module: Any, weights_given: bool = False) -> None:
     """Check how FSDP2 treats a module of experts: at its first forward pass with gradients, and again once FSDP2 has
-    sharded more modules or the divisor has changed. Warns if FSDP2 rounds routing weights.
+    sharded more modules, or the module's divisor or a divide factor of FSDP2 has changed. Warns if FSDP2 rounds routing
+    weights.
 
     Args:
         module: the module.
@@ -96,19 +97,29 @@ def check_averaging(module: Any, weights_given: bool = False) -> None:
             the experts, or both the module and FSDP2 do; or FSDP2 shards ordinary tensors that differ between ranks; or
             a parameter is the shard of another rank.
     """
-    state = len(_states), module.gradient_divisor
-    if _checked.get(module) == state:
+    groups, state = _checked.get(module, ((), None))
+    if state == _state_of(module, groups):
         return
     own = _own_parameters(module)
     if not any(p.requires_grad for _, p in own.values()):
         return
     check_shards(module)
+    groups = ()
     if module.comm.world_size > 1:
         with contextlib.suppress(AttributeError):  # a version of PyTorch with other internals is not checked
-            _check_sharding(module, own)
+            around = list(_groups_around(module))
+            _check_sharding(module, own, around)
+            groups = tuple(map(weakref.ref, around))
     if weights_given:
         _warn_of_casts(module)
-    _checked[module] = state
+    _checked[module] = groups, _state_of(module, groups)
+
+
+def _state_of(module: Any, groups: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what the result of the check depends on: the number of modules that FSDP2 has sharded, the divisor, and
+    the divide factors of FSDP2's groups of parameters."""
+    factors = tuple(getattr(group(), "gradient_divide_factor", None) for group in groups)
+    return len(_states), module.gradient_divisor, factors
 
 
 def _warn_of_casts(module: Any) -> None:
@@ -137,14 +148,14 @@ def _own_parameters(module: nn.Module) -> dict[tuple[int, str], tuple[str, Any]]
     return {key: (name, parameter) for key, (name, parameter) in every if name in apart}
 
 
-def _check_sharding(module: Any, own: dict[tuple[int, str], tuple[str, Any]]) -> None:
+def _check_sharding(module: Any, own: dict[tuple[int, str], tuple[str, Any]], groups: list[Any]) -> None:
     """Raise ValueError if FSDP2 averages parameters around ``module``, but the gradients of ``own`` are divided by
     nobody or twice, and for ordinary tensors of which FSDP2 would take a piece from every rank."""
     divisor, kind = module.gradient_divisor, type(module).__name__
     averaged: float = 1  # by how much FSDP2 divides the gradients of other parameters
     factors = set()  # by how much it divides those of the experts; None: its default
     replicas = 1
-    for group in _groups_around(module):
+    for group in groups:
         mesh, factor = group.mesh_info.mesh, group.gradient_divide_factor
         for sharded in group.fsdp_params:
             at = sharded._module_info

@@ -15,6 +15,24 @@ from ep_ops.nn import unsupported
 from ep_ops.nn.apart import check_averaging, check_shards, parameters_apart
 
 
+class LayerNumber(int):
+    """The number of a layer among those of its communicator, for checking mode (backends/checked.py). A copy, or what
+    is unpickled, is the next number."""
+
+    comm: Communicator
+
+    def __new__(cls, comm: Communicator) -> LayerNumber:
+        made = super().__new__(cls, next(comm.layers))
+        made.comm = comm
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerNumber:
+        return LayerNumber(self.comm)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LayerNumber, (self.comm,)
+
+
 class ExpertModule(nn.Module):
     """Mixin for modules that hold this rank's experts; :class:`Experts` is one.
 
@@ -38,7 +56,7 @@ class ExpertModule(nn.Module):
     """
 
     comm: Communicator
-    layer_number: int | None = None  # among the layers of the communicator, for checking mode (backends/checked.py)
+    layer_number: LayerNumber | None = None
     gradient_divisor: int | None = None
     expert_names: tuple[str, ...] | None = None
 
@@ -53,7 +71,7 @@ class ExpertModule(nn.Module):
         """
         check_split(self.comm, type(self).__name__)
         if self.layer_number is None:
-            self.layer_number = next(self.comm.layers)
+            self.layer_number = LayerNumber(self.comm)
         return experts_dtensor(self.comm, local)
 
     def local_weight(self, name: str) -> Tensor:
@@ -91,8 +109,6 @@ class ExpertModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self.layer_number is not None:  # a copy is a layer of its own
-            self.layer_number = next(self.comm.layers)
         check_shards(self)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

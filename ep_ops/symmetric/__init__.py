@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from .buffer import SymmetricBuffer
+from .buffer import SymmetricBuffer, beside_captures
 
-__all__ = ["SymmetricBuffer", "allocate"]
+__all__ = ["SymmetricBuffer", "allocate", "beside_captures"]
 
 
 def allocate(

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
+
+
+@contextlib.contextmanager
+def beside_captures() -> Iterator[None]:
+    """Let this thread synchronize streams within the block while another thread captures a CUDA graph, which would end
+    the capture otherwise (in mode "global", the default)."""
+    from cuda.bindings import driver
+
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _, mode = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(mode)
 
 
 @dataclasses.dataclass
@@ -23,14 +38,14 @@ class SymmetricBuffer:
         return torch.tensor(self.addresses, dtype=torch.int64, device=self.local.device)
 
     def read(self, rank: int, first: int, nbytes: int) -> bytes:
-        """Return bytes of a rank's buffer, without waiting for running kernels."""
+        """Return bytes of a rank's buffer, without waiting for running kernels. Any thread may call it."""
         if self.addresses[rank] == 0:
             raise RuntimeError(f"the symmetric memory of rank {rank} is not mapped: it is in another NVLink domain")
         from cuda.bindings import driver
 
         copied = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         device = self.local.device
-        with torch.cuda.device(device):
+        with beside_captures(), torch.cuda.device(device):
             stream = torch.cuda.Stream(device)
             (error,) = driver.cuMemcpyDtoHAsync(
                 copied.data_ptr(), self.addresses[rank] + first, nbytes, stream.cuda_stream

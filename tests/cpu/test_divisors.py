@@ -354,6 +354,9 @@ def guarded() -> None:
         sharded(sums).set_gradient_divide_factor(1)  # FSDP2 adds up the other gradients as well
         sums.set_force_sum_reduction_for_comms(True)
         sums(x).sum().backward()
+        sums.set_gradient_divide_factor(2)  # checked again after a forward pass
+        with averages:
+            sums(x)
 
         for factor, divisor in ((2, 2), (4, 1), (2, 4)):  # divided twice
             both = keep_experts_apart(Model(comm), divisor)
@@ -371,6 +374,9 @@ def guarded() -> None:
                 both.moe.experts.set_gradient_divide_factor(factor)
             fully_shard(both, mesh=flat)
             both(x).sum().backward()
+            both.moe.experts.set_gradient_divide_factor(2)  # checked again after a forward pass
+            with pytest.raises(ValueError, match="are divided by 2 .* by 2, but FSDP2 divides .* by 2"):
+                both(x)
 
         for factor in (None, 2):  # FSDP2 shards the experts, too
             both = Model(comm)

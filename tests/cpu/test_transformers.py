@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import pathlib
 from typing import Any
@@ -317,6 +318,10 @@ def pickled_by_rank_0(path: str) -> None:
     dist.barrier()
     own, other = (torch.load(f"{path}/{of}", weights_only=False).requires_grad_(False) for of in (rank, 0))
     torch.testing.assert_close(loss_of(own, ids)[0], expected)
+    copied = copy.deepcopy(model)
+    torch.testing.assert_close(loss_of(copied, ids)[0], expected)
+    numbers = [m.layer_number for one in (model, own, copied) for m in one.modules() if hasattr(m, "layer_number")]
+    assert len(set(numbers)) == len(numbers) == 6, "each layer of a copy is a layer of its own"
     if rank:
         with (
             torch.inference_mode(),

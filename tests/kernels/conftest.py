@@ -25,6 +25,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.capturing != 0)
     monkeypatch.setattr(streams, "capture_of", lambda device: made.capturing)
     monkeypatch.setattr(torch.cuda, "stream", made.entered)
+    driver = pytest.importorskip("cuda.bindings.driver")
+
+    def exchange(mode: Any) -> tuple[int, Any]:
+        made.capture_mode, before = mode.name, made.capture_mode
+        return 0, SimpleNamespace(name=before)
+
+    monkeypatch.setattr(driver, "cuThreadExchangeStreamCaptureMode", exchange)
 
     def used(tensors: Any, stream: Any) -> None:
         made.done.append(("uses", stream.name, sum(t is not None for t in tensors)))

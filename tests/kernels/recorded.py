@@ -32,6 +32,7 @@ class Device:
         self.done: list[tuple[str, str, Any]] = []
         self.current = self.caller = self.stream("caller")
         self.capturing = 0  # the number of the capture
+        self.capture_mode = "CU_STREAM_CAPTURE_MODE_GLOBAL"  # of this thread
         self.events = 0
         self.state = CallState()
         self.rejected: list[tuple[int, str, int]] = []  # turn, reason and number of turns of each rejection

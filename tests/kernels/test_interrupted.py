@@ -25,6 +25,7 @@ from ep_ops.backends.cute.failures import Failures
 from ep_ops.backends.cute.report import Report
 from ep_ops.backends.split import parts_of
 from ep_ops.records import UNBOUNDED
+from ep_ops.symmetric import SymmetricBuffer
 
 MOST = PROBLEM.max_tokens
 OOM = torch.OutOfMemoryError("no room")
@@ -345,7 +346,9 @@ def test_a_value_that_kernels_rejected(failures: Failures, device: Device) -> No
         def __getitem__(self, which: slice) -> Any:
             return SimpleNamespace(zero_=lambda: where.append((which.start, which.stop, device.current.name)))
 
+    modes = []
     failures._state = Word()  # type: ignore[assignment]
+    failures._resets.synchronize = lambda: modes.append(device.capture_mode)  # type: ignore[method-assign]
     device.capturing = 1
     rejected_here(failures)
     failures.check()
@@ -353,8 +356,27 @@ def test_a_value_that_kernels_rejected(failures: Failures, device: Device) -> No
     device.capturing = 0
     with pytest.raises(ValueError, match="topk_idx holds 99 at flat index 7"):
         failures.check()
-    assert where == [(REJECTED, REJECTED + 1, "resets")] and ("synchronizes", "resets", None) in device.take()
+    assert where == [(REJECTED, REJECTED + 1, "resets")]
+    assert modes == ["CU_STREAM_CAPTURE_MODE_RELAXED"], "a capture of another thread would end"
+    assert device.capture_mode == "CU_STREAM_CAPTURE_MODE_GLOBAL"
     failures.check()
+
+
+def test_memory_is_read_while_another_thread_captures(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuda.bindings import driver
+
+    modes = []
+    monkeypatch.setattr(torch.cuda, "device", lambda index: device.entered(device.current))
+    monkeypatch.setattr(
+        torch.cuda, "Stream",
+        lambda *_: SimpleNamespace(cuda_stream=0, synchronize=lambda: modes.append(device.capture_mode)),
+    )  # fmt: skip
+    copied = lambda *_: modes.append(device.capture_mode) or (0,)  # noqa: E731
+    monkeypatch.setattr(driver, "cuMemcpyDtoHAsync", copied)
+    memory = SymmetricBuffer(torch.zeros(8, dtype=torch.uint8), (64,))
+    assert len(memory.read(0, 0, 8)) == 8
+    assert modes == ["CU_STREAM_CAPTURE_MODE_RELAXED"] * 2
+    assert device.capture_mode == "CU_STREAM_CAPTURE_MODE_GLOBAL"
 
 
 def test_a_rejection_heard_of_in_a_capture(failures: Failures, device: Device) -> None:

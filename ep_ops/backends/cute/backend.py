@@ -495,9 +495,10 @@ class CuteBackend:
 def raise_alarm(launcher: Launcher, why: str) -> None:
     """Launch the kernel that notifies the other ranks that this one gives up; `why` if no kernel has reported it."""
     text = None
-    if why:
-        text = torch.frombuffer(bytearray(pack_reason(why)), dtype=torch.uint8).to(launcher.device)
-    launcher.get(RaiseAlarm)(0, blocks=1)(text)
+    with symmetric.beside_captures():
+        if why:
+            text = torch.frombuffer(bytearray(pack_reason(why)), dtype=torch.uint8).to(launcher.device)
+        launcher.get(RaiseAlarm)(0, blocks=1)(text)
 
 
 class PreparedLaunches:

@@ -16,7 +16,7 @@ from cute_kernels.sync import FAILED_BY_PEER
 
 from ...config import Config
 from ...records import Operation
-from ...symmetric import SymmetricBuffer
+from ...symmetric import SymmetricBuffer, beside_captures
 from .. import failure_text
 from . import history, watch
 from .report import Report
@@ -114,9 +114,10 @@ class Failures:
             raise ValueError(f"communicator {self._config.name!r}: {why}")
         rejected = None if torch.cuda.is_current_stream_capturing() else self.report.rejected()
         if rejected is not None:
-            with torch.cuda.device(self._device), torch.cuda.stream(self._resets):
-                self._state[REJECTED : REJECTED + 1].zero_()
-            self._resets.synchronize()  # so that kernels on any stream that are launched later report again
+            with beside_captures():
+                with torch.cuda.device(self._device), torch.cuda.stream(self._resets):
+                    self._state[REJECTED : REJECTED + 1].zero_()
+                self._resets.synchronize()  # so that kernels on any stream that are launched later report again
             raise ValueError(f"communicator {self._config.name!r}: {rejected}")
 
     def _turns_of(self, terms: marks.Terms) -> int:
