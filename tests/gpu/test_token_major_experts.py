@@ -25,7 +25,7 @@ HIDDEN, INNER, TOP_K, TOKENS, HELD = 1024, 512, 4, 500, 4
 
 
 def kernels() -> list[Any]:
-    """What these tests launch, for precompile.py."""
+    """Return the kernels that these tests launch, for precompile.py."""
     from cute_kernels.local.swiglu import SwiGLURows
 
     return [SwiGLURows(size, name, True, weighted=True) for size in SIZES for name in NAMES.values()]
