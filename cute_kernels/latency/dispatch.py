@@ -280,7 +280,7 @@ class LatencyDispatch(DispatchSender):
                 e += share.step
 
     def arrived(self, tables: RouteTables, args: LatencyDispatchArgs) -> Arrived:
-        to = Arrived(args.recv_x, args.recv_weights, args.recv_scales, args.capacity, args.slots)
+        to = Arrived(args.recv_x, args.recv_weights, args.recv_scales, args.capacity, cutlass.max(args.slots, 0))
         if const_expr(self.delivery.tiles is None):
             return to
         first, end = local_experts(self.problem, args.ranks.rank)

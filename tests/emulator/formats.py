@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import quantized
 import torch
 from torch import Tensor
 
-from . import latency, machine, throughput
+from . import latency, machine, repeats, throughput
 from .memory import POISON
 from .numbers import Int32, Int64
 from .ranks import same
@@ -175,17 +176,27 @@ def many(shape: Shape, draw: random.Random, call: Call, known: bool = True) -> N
             check_weights(on, rank, at, call.zeros)
 
 
-def few(shape: Shape, draw: random.Random, call: Call, split: bool = False, blocks: Any = (2, 0, 3)) -> None:
-    """Latency kernels, twice."""
+def few(
+    shape: Shape, draw: random.Random, call: Call, split: bool = False, blocks: Any = (2, 0, 3), distinct: bool = False
+) -> None:
+    """Latency kernels, twice. `distinct`: they reject entries that repeat, of which there are none."""
+    if distinct:
+        shape = dataclasses.replace(shape, slots=(0,))
     on = latency.Pair(shape, draw, blocks, blocks)
     on.variant = (call.name, call.layout, call.given)
     for _ in range(2):
         on.inputs()
+        if distinct:
+            repeats.replace_ids(on, on.ranks, shape, draw)
+            for at, ids in zip(on.at, on.truth.case.topk_idx, strict=True):
+                at["topk_idx"] = on.ranks.memory.put(ids, "topk_idx")
         call.odd(on)
         call.inputs(on)
         on.given = [call.room(on, rank) for rank in range(on.ranks.world_size)]
         for at, given in zip(on.at, on.given, strict=True):
             at["recv_x"] = given["recv_x"]
+            if distinct:
+                given["slots"] = repeats.DISTINCT
             if call.given:
                 given["scales"] = at["scales"]
         on.run("dispatch", True, split)
@@ -376,6 +387,10 @@ CHECKS = {
     "formats_few_swizzled": lambda draw: few(
         Shape((2, 0, 9), 5, 3, hidden=160, alignment=draw.choice([1, 4]), slots=(0, 0, 8)), draw,
         Call("e4m3/32/mx", swizzled(draw), draw.random() < 0.5, zeros=draw.random() < 0.7),
+    ),
+    "distinct_swizzled": lambda draw: few(
+        Shape((2, 0, 9), 5, 3, hidden=160, alignment=draw.choice([1, 4])), draw,
+        Call("e4m3/32/mx", swizzled(draw), False, zeros=draw.random() < 0.7), distinct=True,
     ),
     "formats_few": lambda draw: few(
         Shape((2, 3), 5, 4, hidden=640, alignment=4, slots=(0, 8)), draw,
