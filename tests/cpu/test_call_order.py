@@ -16,6 +16,7 @@ import toy
 from ranks import run_ranks
 
 import ep_ops
+from ep_ops.group import leaving
 from ep_ops.integrations import deep_ep
 from ep_ops.moe import MoECommunicator, MoECommunicatorConfig
 
@@ -376,6 +377,19 @@ def shrinks() -> None:
 def departures() -> tuple[Any, ...]:
     shrinks()
     return leaves(False), leaves(True)
+
+
+def absent() -> tuple[list[int], int]:
+    """Return the ranks for which rank 0 waits in vain, and how often it asks whether the communicator has failed."""
+    asked: list[int] = []
+    if dist.get_rank() == 0:
+        return leaving.meet(dist.group.WORLD, "left", 77, 3.0, lambda: not asked.append(1)), len(asked)
+    return [], 0
+
+
+def test_nobody_waits_for_ranks_of_a_failed_communicator() -> None:
+    """When a communicator has failed, destroy does not wait for the ranks that have not left it."""
+    assert run_ranks(2, absent)[0] == ([1], 1)
 
 
 def test_leaving_by_an_exception() -> None:

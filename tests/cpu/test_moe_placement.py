@@ -90,6 +90,8 @@ def test_balanced() -> None:
             weights[move.place] = placement[move.source]
         assert tuple(weights) == other
     assert moves([1, 0, 1, 2], [0, 1, 1, 2], [2, 2]) == [(0, 1, 0, False), (1, 0, 1, False)]  # from the same rank
+    spread = moves([0, 0, 1, 1, 2, 2], [0, 1, 0, 0, 0, 2], [2, 2, 2])
+    assert spread == [(1, 3, 1, True), (0, 0, 2, True), (0, 1, 3, True), (0, 0, 4, True)]  # from replicas in turn
     skewed = balanced([90, 1, 1, 1], [3, 3])
     assert sorted(skewed).count(0) == 2 and 0 in skewed[:3] and 0 in skewed[3:]
     idle = balanced([0, 0, 0], [2, 2])  # no load tells the ranks apart

@@ -264,6 +264,13 @@ def test_latency_kernels_need_nvlink(missing: str | None, asked: int | None, lat
     assert [str(warning.message)[:16] for warning in caught] == ["NVML cannot tell"] * warned
 
 
+def test_ranks_that_share_a_gpu_need_no_nvlink(recwarn: pytest.WarningsRecorder) -> None:
+    """Without NVML there is no warning, and latency kernels stay, if no two ranks have different GPUs."""
+    given = linked(("h", "a", None, None), ("h", "a", None, None))
+    assert agreement._with_latency_kernels(Exchange(None, torch.device("cpu")), CONFIG, given) == CONFIG
+    assert not recwarn.list
+
+
 def test_latency_kernels_that_were_asked_for() -> None:
     given = linked(("h", "a", None, "b"), ("h", "b", None, "a"))
     with pytest.raises(ValueError, match="latency_max_tokens is 64, .* between the GPUs of ranks 0 and 1, .* None, 0"):

@@ -97,6 +97,9 @@ def padded_losses() -> None:
     ids = padded.topk(2).indices
     ids[len(plain) :] = -1
     ids[0, 1] = -1  # a token with one expert is no padding
+    nobody = torch.full((3, 2), -1)
+    for loss in (router_z_loss, load_balancing_loss):
+        assert loss(torch.randn(3, 4), nobody) == 0, "tokens without experts alone"
     for loss in (router_z_loss, load_balancing_loss):
         one, other = plain.clone().requires_grad_(), padded.clone().requires_grad_()
         expected, got = loss(one, ids[: len(plain)]), loss(other.view(1, -1, 5), ids.view(1, -1, 2))

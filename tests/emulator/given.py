@@ -23,7 +23,7 @@ def spoil(ranks: Ranks, truth: Truth, at: list[dict[str, int]], draw: random.Ran
     owned, capacity = truth.owned(rank), truth.case.capacity[rank]
     entry = draw.randrange(len(owned))
     row, source, token, k = owned[entry]
-    bad = capacity + draw.randint(0, 3)
+    bad = capacity + draw.choice([0, 3])
     lists = ranks.view(at[rank]["arrivals"], 4 * capacity + ranks.world_size + 3)
     place = 2 * (capacity + 1) + 2 * entry  # behind the list of copies
     assert lists[place] == row

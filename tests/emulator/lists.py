@@ -49,7 +49,9 @@ def lists(draw: random.Random, experts: int, most_rows: int) -> None:
         same(on.found(at[name], getattr(want, name).shape), getattr(want, name), name)
 
 
-def route(draw: random.Random, ranks: int, each: int, most_rows: int) -> None:
+def route(draw: random.Random, ranks: int, each: int, most_rows: int, copies: int | None = None) -> None:
+    """Compare the route of places with plain PyTorch's. `copies`: the number of copies that the lists claim; then only
+    accesses are checked."""
     from cute_kernels.local.places_route import PlacesRoute
     from ep_ops import arrivals
     from ep_ops.nn import expert_lists
@@ -62,12 +64,16 @@ def route(draw: random.Random, ranks: int, each: int, most_rows: int) -> None:
     on, names = Memory(), ("topk_idx", "send_rows", "arrivals", "places")
     at = {name: put_bytes(on, tensor, name) for name, tensor in zip(names, (*of.tensors, places), strict=True)}
     at |= {f"new_{name}": on.room(t.numel(), name) for name, t in (("arrivals", want), ("send_rows", want_rows))}
+    if copies is not None:
+        on.found(at["arrivals"], of.tensors[2].shape)[-1] = copies
     tokens, top_k = of.topk_idx.shape
     args = numbered(
         PlacesRoute.Args, **at, num_rows=places.shape[0], num_places=length, tokens=tokens, top_k=top_k, ranks=ranks,
         rank=of.rank, each=each, blocks=draw.randint(1, 3),
     )  # fmt: skip
     run([Launch(PlacesRoute(), args)], draw)
+    if copies is not None:
+        return
     got = on.found(at["new_arrivals"], want.shape)
     for part, ours, theirs in zip(("copies", "owned", "sources"), *(arrivals.defined(t, ranks) for t in (got, want)),
                                   strict=True):  # fmt: skip
@@ -75,8 +81,15 @@ def route(draw: random.Random, ranks: int, each: int, most_rows: int) -> None:
     same(on.found(at["new_send_rows"], want_rows.shape), want_rows, "send_rows")
 
 
+def garbage(draw: random.Random) -> None:
+    """Whatever number of copies the lists claim, nothing outside of them is read or written."""
+    for copies in (-(2**31), -1, 31, 1000, 2**31 - 1):
+        route(draw, 2, 4, 30, copies)
+
+
 CHECKS = {
     "lists": lambda draw: lists(draw, draw.choice([1, 3, 8]), 12),
     "lists_many_experts": lambda draw: lists(draw, 70, 40),
     "places_route": lambda draw: route(draw, draw.choice([1, 2, 5]), draw.choice([1, 4]), 30),
+    "places_route_garbage": garbage,
 }

@@ -82,4 +82,26 @@ def walked(draw: random.Random) -> None:
         assert found == {(min(most, tokens) * world, tuple(kept))}, (sources, found)
 
 
-CHECKS = {"posted": posted, "walked": walked}
+def guarded(draw: random.Random) -> None:
+    """A copy whose place in the lists or whose home cannot be has no rows, and is reported; others stay as they are."""
+    from cutlass import Int32
+
+    from cute_kernels import arrivals
+
+    rows, tokens, reports = 8, 5, list[int]()
+    arrivals.reject = lambda ranks, reason, begin, most: reports.append(int(begin))
+    problem = SimpleNamespace(top_k=3, most_copies=2, world_size=4)
+    ranks: Any = SimpleNamespace(heap=SimpleNamespace(problem=problem))
+    home = (2 * tokens + 1) * problem.most_copies  # of token 1 of rank 2
+    for given, fits in (
+        ((5, 8, home, 2), True), ((0, 0, -7, 9), True), ((0, 3, home, 2), True), ((0, 1, home + 7, 2), True),
+        ((-1, 1, home, 2), False), ((6, 9, home, 2), False), ((0, 4, home, 2), False), ((3, 1, home, 2), False),
+        ((0, 1, home, 4), False), ((0, 1, home, 3), False), ((0, 1, home + 8, 2), False), ((0, 1, -1, 0), False),
+    ):  # fmt: skip
+        got = arrivals.guarded(ranks, Int32(rows), Int32(tokens), arrivals.Copy(*map(Int32, given)))
+        assert int(got.rows) == (given[1] - given[0] if fits else 0), given
+        assert reports == ([] if fits else [given[0]]), given
+        reports.clear()
+
+
+CHECKS = {"posted": posted, "walked": walked, "guarded": guarded}

@@ -52,6 +52,17 @@ def test_two_launches(transposed: bool, launched: list[tuple[Any, ...]]) -> None
     assert launched[0][3][2].data_ptr() == launched[1][3][0].data_ptr()  # what is between the GEMMs
 
 
+def test_tiles_follow_the_experts_that_can_have_rows() -> None:
+    """With more rows than experts, tiles are those for all experts, and not for one expert a row."""
+    share = local_kernels.Share(32, 4, 1)
+    for experts, named in ((EXPERTS, EXPERTS), (256, 128)):
+        rows = rows_of(32, 128 / experts)
+        found = local_kernels.few_rows_kernels(experts, HIDDEN, WIDTH, "bf16", share, (False, False))
+        tiles = [tile_of(WIDTH, True, False, rows, named), tile_of(HIDDEN, False, False, rows, named)]
+        assert [kernel.tile for kernel in found] == tiles
+    assert tile_of(HIDDEN, False, False, rows, EXPERTS) != tiles[1]
+
+
 def test_blocks_are_bounded_by_experts_and_rows(launched: list[tuple[Any, ...]]) -> None:
     for rows, share, experts in ((64, (8, 3, 4), EXPERTS), (5, (8, 3, 4), 5), (64, (1, 3, 2), 6)):
         launched.clear()
