@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,24 +65,49 @@ def meet(group: Any, name: str, number: int, seconds: float, failed: Callable[[]
         number: the communicator's `agreed_number`.
         failed: returns whether the communicator has failed, which ends the wait, because some ranks will not come.
     """
-    start = time.monotonic()
     try:
-        missing = list(range(dist.get_world_size(group)))
-        store = store_of(group, number)
+        store, ranks = store_of(group, number), range(dist.get_world_size(group))
         store.set(_left(dist.get_rank(group)), "")
-        warned = False
-        while missing:
-            missing = [rank for rank in missing if not store.check([_left(rank)])]
-            waited = time.monotonic() - start
-            if not missing or waited > seconds or failed():
-                break
-            if waited > patience(seconds) and not warned:
-                warned = True
-                logger.warning(f"communicator {name!r}: destroy waits for ranks {missing}, {seconds:g} s at most")
-            time.sleep(min(0.05, 0.001 + waited / 10))
+        call = f"communicator {name!r}: destroy"
+        return _missing(call, ranks, lambda rank: store.check([_left(rank)]), seconds, failed)
     except (RuntimeError, ValueError, KeyError, TypeError):  # TypeError: a group without a store (MPI)
         return []
-    return missing
+
+
+def missing_in(call: str, group: Any, number: int, seconds: float, failed: Callable[[], bool]) -> list[int]:
+    """Wait for at most ``seconds`` until every rank has made this call as often as this rank; return those that have
+    not. If there are any, the call does not count. In contrast to a collective, the wait does not disturb what other
+    ranks exchange meanwhile.
+
+    Args:
+        call: name of the call.
+        number, failed: as for :func:`meet`.
+    """
+    try:
+        store, ranks = store_of(group, number), range(dist.get_world_size(group))
+        own = store.add(f"{call}/{dist.get_rank(group)}", 1)
+        missing = _missing(call, ranks, lambda rank: store.add(f"{call}/{rank}", 0) >= own, seconds, failed)
+        if missing:  # the caller raises
+            store.add(f"{call}/{dist.get_rank(group)}", -1)
+        return missing
+    except (RuntimeError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _missing(
+    call: str, ranks: Sequence[int], is_there: Callable[[int], bool], seconds: float, failed: Callable[[], bool]
+) -> list[int]:
+    """Wait for at most ``seconds`` until all ranks are there; return those that are not."""
+    start, warned = time.monotonic(), False
+    while ranks := [rank for rank in ranks if not is_there(rank)]:
+        waited = time.monotonic() - start
+        if waited > seconds or failed():
+            break
+        if waited > patience(seconds) and not warned:
+            warned = True
+            logger.warning(f"{call} waits for ranks {ranks}, {seconds:g} s at most")
+        time.sleep(min(0.05, 0.001 + waited / 10))
+    return list(ranks)
 
 
 def _left(rank: int) -> str:

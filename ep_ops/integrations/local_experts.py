@@ -19,6 +19,7 @@ from transformers.integrations.moe import (
     grouped_mm_experts_forward,
 )
 
+from ep_ops.config import DTYPES
 from ep_ops.nn import expert_of_rows, mask_rows, of_rows, swiglu_rows
 from ep_ops.nn.expert_module import local_part
 from ep_ops.records import Dispatched, Route
@@ -46,7 +47,8 @@ class LocalExperts:
             x, weights = x * mask_rows(weights, route).unsqueeze(1).to(x.dtype), None
         with _local_parameters(module, self.dtype):
             if route.offs.shape[0] == 0:  # depend on the parameters, to take part in backward
-                y = mask_rows(x + sum(p.sum() for p in module.parameters()).to(x.dtype), route)
+                trained = [p.sum() for p in module.parameters() if p.requires_grad and p.dtype in DTYPES]
+                y = mask_rows(x + sum(trained, x.new_zeros(())).to(x.dtype), route)
             elif self._runs_grouped_mm():
                 y = _grouped(module, x, route)
             else:
@@ -132,14 +134,21 @@ def _is_swiglu(experts: Any) -> bool:
     )
 
 
+def is_quantized(experts: nn.Module) -> bool:
+    """Return whether parameters of experts are codes and scales, which must not be cast."""
+    return any(p.dtype not in DTYPES for p in experts.parameters())
+
+
 @contextlib.contextmanager
 def _local_parameters(experts: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Replace the parameters of the experts within the block by this rank's shards, in ``dtype`` unless it is None."""
+    """Replace the parameters of the experts within the block by this rank's shards, in ``dtype`` unless it is None or
+    they are quantized."""
     parameters: dict[str, Any] = experts._parameters
+    keep = dtype is None or is_quantized(experts)
     names, whole = getattr(experts, "expert_names", ()), {name: p for name, p in parameters.items() if p is not None}
     for name, p in whole.items():
         own = local_part(experts, p) if isinstance(p, DTensor) or name in names else p
-        parameters[name] = own if dtype is None else own.to(dtype)
+        parameters[name] = own if keep else own.to(dtype)
     try:
         yield
     finally:

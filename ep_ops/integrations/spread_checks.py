@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from ep_ops.group import meeting
+from ep_ops.communicator import Communicator, reject_destroyed
+from ep_ops.config import options
+from ep_ops.group import leaving, meeting
 from ep_ops.group.exchange import Exchange
 
 
@@ -73,6 +75,33 @@ def _held(parameters: dict[str, Tensor]) -> list[str]:
         id(p) for one in optimizers for group in getattr(one, "param_groups", ()) for p in group.get("params", ())
     }  # fmt: skip
     return [name for name, p in parameters.items() if id(p) in held]
+
+
+def no_experts(model: nn.Module) -> ValueError:
+    """Return the error for a model without modules that have transformers' interface of experts."""
+    others = [f"{name} ({type(m).__name__})" for name, m in model.named_modules() if hasattr(m, "down_proj")]
+    others = [text for text in others if "experts" in text.lower()]
+    without = f": {others[0]} does not have it; register() may support it" if others else ""
+    return ValueError(f"{type(model).__name__} has no MoE layer with transformers' interface of experts{without}")
+
+
+def check_options(who: str, given: dict[str, Any]) -> None:
+    """Raise TypeError for options that a communicator does not have, or that follow from the model."""
+    known = [name for name in options() if name not in ("num_experts", "hidden_size")]
+    if unknown := [name for name in given if name not in known]:
+        raise TypeError(f"{who} got unknown arguments {', '.join(unknown)}; allowed: {', '.join(known)}")
+
+
+def check_all_save(comm: Communicator) -> None:
+    """Raise RuntimeError unless all ranks call save_pretrained, which gathers their experts."""
+    reject_destroyed(comm)
+    seconds = comm.config.timeout
+    if missing := leaving.missing_in("save_pretrained", comm.group, comm.number, seconds, comm.backend.has_failed):
+        raise RuntimeError(
+            f"save_pretrained waited {seconds:g} s for ranks {missing}, which did not call it; every rank must call it,"
+            " because it gathers the experts of all ranks. transformers' Trainer saves on one rank: pass"
+            " save_strategy='no' (docs/trainer.md)"
+        )
 
 
 def check_equal(exchange: Exchange, own: dict[str, int]) -> None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 try:
     from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
-    from ep_ops.integrations.local_experts import LocalExperts, give_interface
+    from ep_ops.integrations.local_experts import LocalExperts, give_interface, is_quantized
 except ImportError as error:
     raise ImportError(
         f"ep_ops.integrations.transformers needs transformers 5.19, which failed to import: {error}. Install it with"
@@ -51,13 +50,17 @@ else:
 from ep_ops import registry
 from ep_ops.arguments import device_of, group_of
 from ep_ops.communicator import Communicator
+from ep_ops.config import DTYPES
 from ep_ops.group.exchange import Exchange
 from ep_ops.integrations.spread_checks import (
+    check_all_save,
     check_equal,
     check_launch,
     check_optimizers,
+    check_options,
     check_unwrapped,
     checksum,
+    no_experts,
     raising_together,
 )
 from ep_ops.nn.apart import check_averaging, check_shards, parameters_apart
@@ -79,11 +82,13 @@ def register(
         max_tokens_per_rank: the largest number of tokens (batch times length) that any rank passes through a layer.
         capacity: rows of a rank's receive buffer, a multiple of the alignment. Rows that do not fit are dropped; with
             ``overflow="raise"``, ``check_errors`` of the communicator raises. None: the worst case.
-        dtype: dtype in which tokens are sent and experts are computed. Tokens and the experts' parameters are cast to
-            it, and the results to the dtype of the tokens. None: the dtype of the tokens, without casts.
+        dtype: dtype in which tokens are sent and experts are computed. Tokens and the experts' parameters (unless they
+            are quantized) are cast to it, and the results to the dtype of the tokens. None: the dtype of the tokens,
+            without casts.
         options: more arguments of :class:`ep_ops.Communicator`. Layers of equal sizes share one.
 
     Raises:
+        TypeError: an option is unknown, or follows from the model.
         ImportError: transformers is older than 5.23 and has no implementations of expert parallelism.
     """
     if _no_interface is not None:
@@ -91,6 +96,7 @@ def register(
             f"register needs transformers 5.23, which failed to import: {_no_interface}. Install it with"
             " pip install 'transformers>=5.23,<6', or use spread_experts."
         ) from _no_interface
+    check_options("register", options)
     options |= {"max_tokens_per_rank": max_tokens_per_rank}
     made = functools.partial(EpOps, capacity=capacity, dtype=dtype, options=options)
     EPImplementationInterface.register(name, made)
@@ -115,8 +121,9 @@ def spread_experts(
         group: process group. None: the default group.
         max_tokens_per_rank, capacity, options: as for :func:`register`. ``top_k`` is needed if the model's
             configuration does not contain it.
-        dtype: as for :func:`register`; None: the dtype of the experts' parameters, without casts. For mixed precision,
-            where parameters of float32 are computed in bfloat16, pass ``torch.bfloat16``.
+        dtype: as for :func:`register`; None: the dtype of the experts' parameters or, if they are quantized, of the
+            model's first parameter that is not. For mixed precision, where parameters of float32 are computed in
+            bfloat16, pass ``torch.bfloat16``.
 
     Returns:
         Names of the modules of experts, each of which has the attribute ``comm``.
@@ -137,8 +144,10 @@ def spread_experts(
     options |= {"max_tokens_per_rank": max_tokens_per_rank}
     exchange, own = Exchange(group_of(group), device_of(None)), dict[str, int]()
     with raising_together(exchange):
+        check_options("spread_experts", options)
         modules = _to_spread(model)
-        asked = {name: _options(experts, dtype, options) for name, experts in modules.items()}
+        other = next((p.dtype for p in model.parameters() if p.dtype in DTYPES), torch.bfloat16)
+        asked = {name: _options(m, dtype, other, options) for name, m in modules.items()}
         if exchange.world_size > 1:
             check_optimizers({f"{name}.{last}": p for name, m in modules.items() for last, p in _of_experts(m).items()})
             own = {f"{name}.{last}": checksum(p) for name, m in modules.items() for last, p in m.named_parameters()}
@@ -149,9 +158,9 @@ def spread_experts(
     made: dict[nn.Parameter, nn.Parameter] = {}  # layers may share experts
     for name, experts in modules.items():
         _spread(experts, comms[name], capacity, dtype, made)
-    saves: Any = model
     if hasattr(model, "save_pretrained"):
-        saves.save_pretrained = functools.partial(_save_whole, model, type(saves).save_pretrained)
+        whole: Any = model
+        whole.save_pretrained = functools.partial(_save_whole, model, next(iter(comms.values())))
     return list(modules)
 
 
@@ -162,7 +171,7 @@ def _to_spread(model: nn.Module) -> dict[str, Any]:
         name: m for name, m in model.named_modules() if hasattr(m, "_is_expert_parallel") and hasattr(m, "num_experts")
     }
     if not found:
-        raise ValueError(f"{type(model).__name__} has no MoE layer with transformers' interface of experts")
+        raise no_experts(model)
     for name, experts in found.items():
         if experts._is_expert_parallel:
             raise ValueError(f"{name} of {type(model).__name__} is already spread over ranks; call spread_experts once")
@@ -170,18 +179,17 @@ def _to_spread(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _options(experts: Any, dtype: torch.dtype | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of the communicator of a module of experts. Modules with equal options share one."""
+def _options(experts: Any, dtype: torch.dtype | None, other: torch.dtype, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of the communicator of a module of experts. Modules with equal options share one. ``other``:
+    dtype of rows for quantized experts."""
     parameter = next(experts.parameters())
-    known = {
+    return options | {
         "num_experts": experts.num_experts,
         "hidden_size": experts.down_proj.shape[-1 if experts.is_transposed else -2],  # may differ from the model's
-        "dtype": dtype or parameter.dtype,
-        "device": parameter.device,
+        "dtype": dtype or (other if is_quantized(experts) else parameter.dtype),
+        "device": None if parameter.is_meta else parameter.device,
+        "top_k": options.get("top_k") or _top_k(experts),
     }
-    if twice := sorted(known.keys() & options.keys()):
-        raise TypeError(f"spread_experts got {', '.join(twice)}; allowed: options that do not follow from the model")
-    return options | known | {"top_k": options.get("top_k") or _top_k(experts)}
 
 
 def _of_experts(experts: Any) -> dict[str, nn.Parameter]:
@@ -251,9 +259,10 @@ class EpOps(EPImplementation):
     def _made(self, hidden_size: int, top_k: int, dtype: torch.dtype, device: torch.device) -> str:
         """Return the name of the communicator for these tokens, which may be created while torch.compile traces."""
         local: Any = self.num_local_experts
+        options = {"top_k": top_k} | self._options
         return Communicator.shared(
-            self.ep_mesh.get_group(), num_experts=local * self.ep_mesh.size(), hidden_size=hidden_size, top_k=top_k,
-            dtype=dtype, device=device, **self._options,
+            self.ep_mesh.get_group(), num_experts=local * self.ep_mesh.size(), hidden_size=hidden_size, dtype=dtype,
+            device=device, **options,
         ).name  # fmt: skip
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -279,8 +288,8 @@ def _through(
     top_k_weights: Tensor,
 ) -> Tensor:  # fmt: skip
     """Send tokens to their experts, through this rank's ``experts``, and back."""
-    x = hidden_states if experts.dtype is None else hidden_states.to(experts.dtype)
-    sent = comm.dispatch(x.contiguous(), top_k_index, top_k_weights, capacity=capacity)
+    x = hidden_states.to(comm.dtype).contiguous()
+    sent = comm.dispatch(x, top_k_index, top_k_weights, capacity=capacity)
     y, weights = experts(sent)
     return comm.combine(y.to(comm.dtype), sent.route, weights).to(hidden_states.dtype)
 
@@ -304,10 +313,13 @@ def _llama4_forward(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     return block.shared_expert(x) + block.experts(x, ids, scores.gather(1, ids)), logits
 
 
-def _save_whole(model: nn.Module, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _save_whole(model: Any, comm: Communicator, *args: Any, **kwargs: Any) -> Any:
     """Call ``save_pretrained`` with the state dict of all experts, unless a state dict or DTensors are to be saved."""
+    save = type(model).save_pretrained
     given = inspect.signature(save).bind(model, *args, **kwargs).arguments
     if given.get("state_dict") is None and not given.get("distributed_checkpoint"):
+        if comm.world_size > 1:
+            check_all_save(comm)
         whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         return save(**given | {"state_dict": whole})
     return save(model, *args, **kwargs)

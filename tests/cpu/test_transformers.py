@@ -283,7 +283,7 @@ def rejected() -> None:
 
     wrong: list[tuple[Any, dict[str, Any], str]] = [
         (torch.nn.Linear(2, 2), {}, "Linear has no MoE layer"),
-        (model, {"num_experts": 6}, "spread_experts got num_experts; allowed: options that do not follow from"),
+        (model, {"num_experts": 6}, "spread_experts got unknown arguments num_experts; allowed: "),
         (model, {"misspelled": 2}, "got unknown arguments misspelled"),
         (model, {"alignment": [4]}, r"alignment is \[4\]"),
     ]

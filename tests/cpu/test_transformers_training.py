@@ -242,3 +242,33 @@ def test_checkpoints(tmp_path: pathlib.Path) -> None:
     run_ranks(2, save_spread, str(tmp_path))
     assert run_ranks(3, load_spread, str(tmp_path)) == [12] * 3
     assert run_ranks(1, load_spread, str(tmp_path)) == [0]
+
+
+def saved_by_rank_0(path: str) -> None:
+    """Save on rank 0 alone, as transformers' Trainer does during training, and on all ranks."""
+    from ep_ops.integrations.transformers import spread_experts
+
+    model, ids = made("qwen3_moe", "grouped_mm"), tokens(0)
+    spread_experts(model, max_tokens_per_rank=16, timeout=1)
+    wanted = loss_of(model, ids)[0]
+    if dist.get_rank() == 0:
+        with pytest.raises(
+            RuntimeError, match=r"waited 1 s for ranks \[1\].*every rank must call it.*save_strategy='no'"
+        ):
+            model.save_pretrained(f"{path}/alone")
+    dist.barrier()  # data of the process group is not out of order
+    torch.testing.assert_close(loss_of(model, ids)[0], wanted)
+    if dist.get_rank() == 1:
+        with pytest.raises(RuntimeError, match=r"waited 1 s for ranks \[0\]"):
+            model.save_pretrained(f"{path}/alone")
+    dist.barrier()
+    for number in range(2):
+        model.save_pretrained(f"{path}/{number}")
+        dist.barrier()
+        assert os.path.exists(f"{path}/{number}/model.safetensors")
+    for comm in list(ep_ops.registry.living.values()):
+        comm.destroy()
+
+
+def test_saving_on_one_rank(tmp_path: pathlib.Path) -> None:
+    run_ranks(2, saved_by_rank_0, str(tmp_path))
