@@ -6,8 +6,9 @@ import dataclasses
 from typing import Any
 
 from . import arrivals, backends
-from .config import Config, configured, consecutive_domains, is_int, worst_case_rows
+from .config import Config, configured, consecutive_domains, is_int, most_token_rows, worst_case_rows
 from .formats import exact_dtype
+from .records import GROUPED, TOKEN_MAJOR
 
 
 class MemoryPlan(dict[str, int]):
@@ -26,13 +27,45 @@ def _readable(size: int) -> str:
     return f"{size} B"
 
 
+@dataclasses.dataclass(frozen=True)
+class LayerPlan:
+    """A layer of SwiGLU experts whose memory is planned. The fields are arguments of :class:`ep_ops.nn.Experts`."""
+
+    intermediate_size: int
+    rows: str = GROUPED
+    places: int | None = None
+    redispatch: bool = False
+    gemms: str = "torch"
+    """"torch" or "quack"."""
+
+    def check(self) -> None:
+        """Raise ValueError if a value is not allowed."""
+        if not is_int(self.intermediate_size) or self.intermediate_size < 1:
+            raise ValueError(f"intermediate_size is {self.intermediate_size!r}; allowed: an int of at least 1")
+        if self.rows not in (GROUPED, TOKEN_MAJOR):
+            raise ValueError(f"rows is {self.rows!r}; allowed: {GROUPED!r}, {TOKEN_MAJOR!r}")
+        if self.gemms not in ("torch", "quack"):
+            raise ValueError(f"gemms is {self.gemms!r}; allowed: 'torch', 'quack'")
+        if self.rows == GROUPED and (self.places is not None or self.redispatch):
+            raise ValueError(
+                f"places is {self.places} and redispatch is {self.redispatch} with rows {GROUPED!r}; allowed only with"
+                f" rows {TOKEN_MAJOR!r}"
+            )
+        if self.places is not None and (not is_int(self.places) or self.places < 1):
+            raise ValueError(f"places is {self.places!r}; allowed: None or an int of at least 1")
+
+
 def memory_plan(
-    config: Config | None = None, *, world_size: int, rank: int = 0, capacity: int | None = None, **options: Any
-) -> MemoryPlan:
+    config: Config | None = None, *, world_size: int, rank: int = 0, capacity: int | None = None,
+    layer: LayerPlan | dict[str, Any] | None = None, **options: Any,
+) -> MemoryPlan:  # fmt: skip
     """Return the bytes that one rank of a communicator needs. Allocates nothing and needs no GPU.
 
     Entries named ``call: ...`` are the outputs of one ``dispatch`` and one ``combine`` of ``max_tokens_per_rank``
-    tokens. The communicator holds all others.
+    tokens. Entries named ``layer: ...`` describe one layer of experts in eager mode: its weights, what it keeps for
+    backward, and the largest number of bytes that its forward and backward allocate at any time, which includes what
+    is kept, the output, and all gradients, but neither the weights, nor x, nor the gradient of the output. The
+    communicator holds all others.
 
     Args:
         config: the communicator's options. They can also be passed as keyword arguments, as for
@@ -41,20 +74,26 @@ def memory_plan(
         world_size: number of ranks, at least 1.
         rank: the rank whose memory is returned, 0..world_size - 1.
         capacity: rows of the receive buffer. None: the worst case, without drops.
+        layer: arguments of :class:`ep_ops.nn.Experts`: ``intermediate_size``, ``rows``, ``places``, ``redispatch``, and
+            ``gemms`` ("torch" or "quack"). None: no layer, and grouped rows.
 
     Returns:
         MemoryPlan: bytes by purpose.
 
     Raises:
         TypeError: options are unknown or missing.
-        ValueError: no communicator accepts a value.
+        ValueError: no communicator or layer accepts a value.
     """
     config = planned(configured("memory_plan", config, options), world_size)
     if not is_int(rank) or not 0 <= rank < world_size:
         raise ValueError(f"rank is {rank!r}; allowed: 0..{world_size - 1}")
     if capacity is not None and (not is_int(capacity) or capacity < 0):
         raise ValueError(f"capacity is {capacity!r}; allowed: None or an int of at least 0")
-    return plan_of(config, rank, capacity)
+    if isinstance(layer, dict):
+        layer = LayerPlan(**layer)
+    if layer is not None:
+        layer.check()
+    return plan_of(config, rank, capacity, layer)
 
 
 def planned(config: Config, world_size: int) -> Config:
@@ -78,16 +117,125 @@ def planned(config: Config, world_size: int) -> Config:
     return config
 
 
-def plan_of(config: Config, rank: int, capacity: int | None = None) -> MemoryPlan:
+def plan_of(
+    config: Config, rank: int, capacity: int | None = None, layer: LayerPlan | None = None
+) -> MemoryPlan:  # fmt: skip
     """Return :func:`memory_plan` of a configuration that ranks have agreed on."""
-    local = config.experts_per_rank[rank]
-    tokens, top_k = config.max_tokens_per_rank, config.top_k
-    if capacity is None:
-        capacity = worst_case_rows(config.world_size, tokens, top_k, local, config.alignment)
-    row = config.hidden_size * config.dtype.itemsize
+    sizes = CallSizes(config, rank, capacity, layer)
     plan = MemoryPlan(backends.held_bytes(config))
-    plan["call: recv_x"] = capacity * row
-    plan["call: recv_weights"] = capacity * exact_dtype(config.dtype).itemsize
-    plan["call: route"] = 4 * (tokens * top_k + arrivals.size(capacity, config.world_size) + 3 * local)
-    plan["call: combined out"] = tokens * row
+    plan["call: recv_x"] = sizes.rows * sizes.row
+    plan["call: recv_weights"] = sizes.weights
+    plan["call: route"] = sizes.route
+    plan["call: combined out"] = sizes.tokens * sizes.row
+    if layer is not None:
+        plan["layer: weights"] = sum(sizes.matrices)
+        made = token_major_layer if layer.rows == TOKEN_MAJOR else grouped_layer
+        kept, peak = made(sizes, layer)
+        plan["layer: kept for backward"], plan["layer: peak of forward and backward"] = kept, peak
     return plan
+
+
+class CallSizes:
+    """Bytes of tensors of one call with ``max_tokens_per_rank`` tokens."""
+
+    def __init__(self, config: Config, rank: int, capacity: int | None, layer: LayerPlan | None) -> None:
+        held, item = config.experts_per_rank[rank], config.dtype.itemsize
+        self.tokens, top_k = config.max_tokens_per_rank, config.top_k
+        ranks, align, scalar = config.world_size, config.alignment, exact_dtype(config.dtype).itemsize
+        self.token_major = layer is not None and layer.rows == TOKEN_MAJOR
+        if capacity is None and self.token_major:
+            capacity = most_token_rows(ranks, self.tokens, held)
+        elif capacity is None:
+            capacity = worst_case_rows(ranks, self.tokens, top_k, held, align)
+        self.rows, self.row = capacity, config.hidden_size * item
+        most = (capacity * min(top_k, held) + held * (align - 1)) // align * align
+        self.places = most if layer is None or layer.places is None else min(layer.places, most)
+        ids = capacity * top_k if self.token_major else 0
+        self.weights = (ids or capacity) * scalar
+        self.route = 4 * (self.tokens * top_k + arrivals.size(capacity, ranks) + 3 * held + ids)
+        self.lists = 4 * (2 * self.places + ids + 2 * held)
+        width = 0 if layer is None else layer.intermediate_size
+        self.inner = width * item  # of a row between the GEMMs
+        self.matrices = held * 2 * width * self.row, held * width * self.row
+        self.home_weights = self.tokens * top_k * scalar
+
+
+class Live:
+    """Bytes that are allocated at a time, and the most of them."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def take(self, *sizes: int) -> None:
+        self.now += sum(sizes)
+        self.most = max(self.most, self.now)
+
+    def give(self, *sizes: int) -> None:
+        self.now -= sum(sizes)
+
+
+def grouped_layer(s: CallSizes, layer: LayerPlan) -> tuple[int, int]:
+    """Return the bytes that ``Experts`` on grouped rows keep for backward, and the most that they allocate."""
+    live, rows, inner = Live(), s.rows * s.row, s.rows * s.inner
+    out, (w_in, w_out) = s.tokens * s.row, s.matrices
+    kept = rows + s.weights + s.route + 2 * inner + inner + rows  # x, [gate, up], the input and output of GEMM 2
+    live.take(kept, out)
+    live.take(rows, s.weights)  # combine_backward
+    live.give(rows)  # the output of GEMM 2
+    if layer.gemms == "quack":  # the late order
+        live.take(inner)  # gradient of the input of GEMM 2
+        live.take(2 * inner)
+        live.give(inner)
+        live.take(rows)
+        live.take(out, s.home_weights)  # allocated by the start
+        live.take(w_in)
+        live.take(w_out)
+        return kept, live.most
+    live.take(inner, w_out)
+    live.give(rows, inner)  # the gradient of the output, and the input, of GEMM 2
+    live.take(2 * inner)  # SwiGLU
+    live.give(2 * inner, inner)
+    live.take(rows, w_in)
+    live.give(rows, 2 * inner)
+    live.take(out, s.home_weights)
+    return kept, live.most
+
+
+def token_major_layer(s: CallSizes, layer: LayerPlan) -> tuple[int, int]:
+    """Return the bytes that ``Experts`` on token-major rows keep for backward, and the most that they allocate."""
+    live, rows, copied = Live(), s.rows * s.row, s.places * s.row
+    inner, out, (w_in, w_out) = s.places * s.inner, s.tokens * s.row, s.matrices
+    expanded = 0 if layer.gemms == "quack" else copied  # rows that a GEMM gathers are not copied
+    ints = s.weights + s.route + s.lists
+    live.take(ints, rows, expanded, 2 * inner)  # GEMM 1
+    live.give(expanded)
+    live.take(inner, copied)  # GEMM 2
+    live.give(inner)
+    live.take(rows)  # sums of places
+    live.give(copied)
+    if layer.redispatch:
+        live.give(rows)
+    kept = ints + 2 * inner + (0 if layer.redispatch else rows)
+    live.take(out)
+    live.give(rows)
+    live.take(rows)  # the gradient that the combine sends
+    if layer.redispatch:
+        live.take(rows)
+    live.take(copied, inner)  # it, copied to places; the gradient of the input of GEMM 2
+    live.take(2 * inner, inner)  # gradient of the output of GEMM 1, and the weighted input of GEMM 2
+    live.give(inner)
+    live.take(copied)
+    live.take(rows)
+    live.give(copied)
+    home = out + s.home_weights
+    late = layer.gemms == "quack"
+    if late:
+        live.take(home)  # allocated by the start
+    live.take(w_out)
+    live.give(copied, inner)
+    live.take(expanded, w_in)
+    live.give(expanded)
+    if not late:
+        live.give(2 * inner, kept)
+        live.take(home)
+    return kept, live.most

@@ -32,7 +32,7 @@ ROOMS = {
         "ep_ops.arrivals", "ep_ops.formats", "ep_ops.records", "ep_ops.config", "ep_ops.group", "ep_ops.symmetric",
         "ep_ops.specs", "cute_kernels", "meta_kernels",
     ),
-    "ep_ops.memory": ("ep_ops.arrivals", "ep_ops.config", "ep_ops.formats", "ep_ops.backends"),
+    "ep_ops.memory": ("ep_ops.arrivals", "ep_ops.config", "ep_ops.formats", "ep_ops.backends", "ep_ops.records"),
     "ep_ops.registry": ("ep_ops.config", "ep_ops.backends"),
     "ep_ops.operators": (
         "ep_ops.records", "ep_ops.config", "ep_ops.checks", "ep_ops.backends", "ep_ops.registry", "ep_ops.specs",
