@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -35,6 +36,8 @@ from .records import Operation
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+logger = logging.getLogger("ep_ops")
 
 _shared: dict[tuple[Any, ...], Communicator] = {}
 
@@ -136,6 +139,11 @@ class Communicator(Methods):
         self.backend: Backend = backends.make(self.config.backend, self)
         self.calls = CallCache(self.backend)
         registry.add(self)
+        held = sum(backends.held_bytes(self.config).values())
+        logger.info(
+            "communicator %s: rank %d of %d, backend %s, %d bytes of device memory",
+            self.name, self.rank, self.world_size, self.backend.name, held,
+        )  # fmt: skip
 
     __signature__: ClassVar[inspect.Signature] = signature(__init__)  # for help() and notebooks
 

@@ -25,6 +25,7 @@ from ep_ops.config import most_token_rows
 from ep_ops.formats import round_up
 from ep_ops.group import meeting
 from ep_ops.group.exchange import Exchange
+from ep_ops.nn.ranges import ranged
 from ep_ops.operators.rejection import reject
 from ep_ops.overflow import recomputing
 from ep_ops.records import (
@@ -41,7 +42,6 @@ from ep_ops.records import (
 from . import placement as placements
 from .config import EXACT, MoECommunicatorConfig, Quant, quant_problem
 from .placement import ReplicaMap
-from .ranges import ranged
 from .records import DispatchHandle, DispatchOutput, Request
 from .statistics import Counts, Stats, last
 

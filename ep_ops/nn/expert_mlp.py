@@ -26,6 +26,7 @@ from ep_ops.nn.gemms import Choice, choose
 from ep_ops.nn.grouped import Gemms
 from ep_ops.nn.late import Returning, SentTokens, while_returning
 from ep_ops.nn.live_rows import SWIGLU, SWIGLU_BACKWARD, swiglu_rows
+from ep_ops.nn.ranges import ranged
 from ep_ops.nn.scaled import ROW, scaled_grouped_mm
 from ep_ops.nn.token_major import How, Rows, check_rows, token_major_rows
 from ep_ops.operators.once import once
@@ -96,6 +97,7 @@ def is_late(gemms: Gemms, format: str, sent: tuple[Tensor, ...], weights: tuple[
     return all(any(getattr(tensor, "requires_grad", False) for tensor in some) for some in (sent, weights))
 
 
+@ranged("ep_ops.nn.experts")
 def expert_rows(
     received: Dispatched, w_in: Tensor, w_out: Tensor, chosen: Choice, sent: SentTokens, how: How
 ) -> tuple[Tensor, Tensor | None, Tensor]:

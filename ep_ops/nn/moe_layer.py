@@ -20,6 +20,7 @@ from ep_ops.nn.expert_module import check_complete, fill_weight
 from ep_ops.nn.experts import Experts, check_size, default_device, draw_expert
 from ep_ops.nn.grouped import Gemms
 from ep_ops.nn.losses import expert_counts
+from ep_ops.nn.ranges import ranged
 from ep_ops.nn.routing import Router
 from ep_ops.records import GROUPED, check_types
 
@@ -81,6 +82,7 @@ class MoELayer(nn.Module):
         dtype = comm.dtype if dtype is None else dtype
         self.shared = shared_expert(comm.hidden_size, shared_intermediate_size, dtype, device, seed)
 
+    @ranged("ep_ops.nn.moe_layer")
     def forward(self, x: Tensor, max_tokens: int | None = None, return_routing: bool = False) -> Any:
         """Return the layer's output, with shape and dtype of x. Collective.
 

@@ -5,6 +5,7 @@ The dense model shares the code for routing and for an expert with the layer; ``
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from torch.profiler import ProfilerActivity, profile
 
 import ep_ops
 from ep_ops.nn import DenseMoE, MoELayer, grouped_mm, interleave
@@ -158,6 +160,18 @@ def test_an_oracle_that_shares_no_code(top_k: int, shared: int, kind: str) -> No
 def initial_experts() -> list[torch.Tensor]:
     with communicator(torch.float32) as comm:
         return [getattr(p, "_local_tensor", p).detach() for p in MoELayer(comm, F, seed=5).experts.parameters()]
+
+
+def test_names_in_traces_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """A profiler sees the layer, its dispatch, experts and combine by name, and creation logs one line."""
+    with caplog.at_level(logging.INFO, logger="ep_ops"), communicator(torch.float32) as comm:
+        layer, x = MoELayer(comm, F), torch.randn(5, H, generator=torch.Generator().manual_seed(0))
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            layer(x)
+    names = {event.name for event in seen.events() or ()}
+    assert {"ep_ops.nn.moe_layer", "ep_ops.nn.experts", "ep::dispatch", "ep::combine"} <= names
+    created = [record.message for record in caplog.records if record.message.startswith("communicator")]
+    assert created == [f"communicator {comm.name}: rank 0 of 1, backend reference, 0 bytes of device memory"]
 
 
 def test_initial_weights_do_not_depend_on_the_ranks() -> None:
