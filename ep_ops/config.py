@@ -85,10 +85,7 @@ _BUNDLE = _one_of(
     "0", "1", variable="EP_OPS_BUNDLE",
     hint="set EP_OPS_BUNDLE and NVSHMEM_REMOTE_TRANSPORT to the same values on all ranks",
 )  # fmt: skip
-_NAME: Rule = {
-    "holds": lambda value: isinstance(value, str),
-    "words": "a str",
-}
+_NAME: Rule = {"holds": lambda value: isinstance(value, str), "words": "a str"}
 
 
 def _bundle() -> str:

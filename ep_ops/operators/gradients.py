@@ -66,11 +66,7 @@ class _Route(NamedTuple):
 
 def _save_dispatch(ctx: Any, a: AnyDispatch, asked: Any, output: tuple[Tensor, ...]) -> None:
     recv_x, recv_scales, recv_weights, *integers = output
-    route: Placed | DispatchPlannedArgs
-    if isinstance(a, DispatchPlannedArgs):
-        route = a
-    else:
-        route = Placed(*integers)
+    route: Placed | DispatchPlannedArgs = a if isinstance(a, DispatchPlannedArgs) else Placed(*integers)
     ctx.save_for_backward(a.topk_idx, route.send_rows, route.arrivals, route.offs, route.counts)
     ctx.forward_idx = recomputation.kept(a.topk_idx) if recomputation.dispatch_modes() else None
     ctx.rows_shape, ctx.rows_dtype = recv_x.shape, a.x.dtype
@@ -277,11 +273,7 @@ def _kept(ticket: Tensor) -> list[Tensor]:
 # ---------------------------------------------------------------------- operators that backward runs, and gradients
 
 DISPATCH_BACKWARD = Operator(
-    "dispatch_backward",
-    DispatchBackwardArgs,
-    ToTokens,
-    "gradients of a dispatch",
-    checks.dispatch_backward,
+    "dispatch_backward", DispatchBackwardArgs, ToTokens, "gradients of a dispatch", checks.dispatch_backward
 )
 DISPATCH_BACKWARD_START = Operator(
     "dispatch_backward_start",
@@ -291,18 +283,10 @@ DISPATCH_BACKWARD_START = Operator(
     checks.dispatch_backward,
 )
 DISPATCH_BACKWARD_WAIT = Operator(
-    "dispatch_backward_wait",
-    DispatchBackwardWaitArgs,
-    ToTokens,
-    "finish the gradients of a dispatch",
-    nothing,
+    "dispatch_backward_wait", DispatchBackwardWaitArgs, ToTokens, "finish the gradients of a dispatch", nothing
 )
 COMBINE_BACKWARD = Operator(
-    "combine_backward",
-    CombineBackwardArgs,
-    ToRows,
-    "gradients of a combine",
-    checks.combine_backward,
+    "combine_backward", CombineBackwardArgs, ToRows, "gradients of a combine", checks.combine_backward
 )
 COMBINE_BACKWARD_START = Operator(
     "combine_backward_start",
@@ -312,11 +296,7 @@ COMBINE_BACKWARD_START = Operator(
     checks.combine_backward,
 )
 COMBINE_BACKWARD_WAIT = Operator(
-    "combine_backward_wait",
-    CombineBackwardWaitArgs,
-    ToRows,
-    "finish the gradients of a combine",
-    nothing,
+    "combine_backward_wait", CombineBackwardWaitArgs, ToRows, "finish the gradients of a combine", nothing
 )
 
 OF_DISPATCH = Gradient(("dispatch_backward",), _save_dispatch, _dispatch_backward)

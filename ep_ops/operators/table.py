@@ -45,13 +45,7 @@ from .gradients import (
 )
 from .operator import Operator
 
-PLAN = Operator(
-    "plan",
-    PlanArgs,
-    Placed,
-    "compute a route, without sending rows",
-    checks.plan,
-)
+PLAN = Operator("plan", PlanArgs, Placed, "compute a route, without sending rows", checks.plan)
 DISPATCH = Operator(
     "dispatch",
     DispatchArgs,

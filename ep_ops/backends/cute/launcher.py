@@ -77,10 +77,7 @@ def _template(args: type[Any]) -> Callable[..., Bind]:
     ranks = [f"_{name}" for name in RankArgs._fields[:-1]]
     addresses = [f"0 if {name} is None else {name}.data_ptr()" for name in tensors]
     given = ", ".join([*ranks, "terms", *addresses, *numbers])
-    scope: dict[str, Any] = {
-        "_device": torch._C._cuda_getDevice,
-        "_on": torch.cuda.device,
-    }
+    scope: dict[str, Any] = {"_device": torch._C._cuda_getDevice, "_on": torch.cuda.device}
     text = f"""
 def binds(_function, _ranks, _index, _stream):
     {", ".join(ranks)} = _ranks
