@@ -104,4 +104,40 @@ def guarded(draw: random.Random) -> None:
         reports.clear()
 
 
-CHECKS = {"posted": posted, "walked": walked, "guarded": guarded}
+class Owning:
+    """A warp looks at the copies of a token whose entries its lanes have."""
+
+    options = {"block": (WARP, 1, 1)}
+
+    def kernel(self, args: Any) -> None:
+        from cutlass import Int32
+
+        from cute_kernels.copies import copies_of
+
+        from . import arch
+
+        lane = int(arch.lane_idx())
+        known = lane < len(args.ids)
+        expert, row = (Int32(args.ids[lane]), Int32(lane)) if known else (Int32(-1), Int32(-1))
+        args.found[lane] = copies_of(args.problem, expert, row)
+
+
+def owned(draw: random.Random) -> None:
+    """Ids that no expert has name no rank and no copy, and those of the other entries are as without them."""
+    from cute_kernels.heap import Problem
+
+    for held in ((3, 0, 5), (1,) * 40):
+        problem, found = Problem(len(held), held, 8, 64, "bf16", 16), dict[int, Any]()
+        none = [sum(held), sum(held) + 1, 2**31 - 1, -1, -(2**31)]
+        ids = [*none, 0, sum(held) - 1, 1]
+        run([Launch(Owning(), SimpleNamespace(problem=problem, ids=ids, found=found, blocks=1))], draw)
+        holders = [rank for rank, experts in enumerate(held) for _ in range(experts)]
+        want = [-1] * len(none) + [holders[0], holders[-1], holders[1]]
+        assert [int(found[lane].holder) for lane in range(len(ids))] == want, held
+        numbers = {rank: place for place, rank in enumerate(sorted({rank for rank in want if rank >= 0}))}
+        copies = [int(found[lane].number) for lane in range(len(none), len(ids))]
+        assert copies == [numbers[rank] for rank in want[len(none) :]], held
+        assert int(found[0].mask) == (1 << len(numbers)) - 1, held
+
+
+CHECKS = {"posted": posted, "walked": walked, "guarded": guarded, "owned": owned}
