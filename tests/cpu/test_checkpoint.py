@@ -72,7 +72,7 @@ def save(path: str) -> tuple[list[str], list[int]]:
 def load(path: str) -> int:
     """Load model and optimizer; compare them with ones that were trained on this number of ranks."""
     with ep_ops.Communicator(**SIZES, device="cpu") as comm:
-        model, expected = (Model(MoELayer(comm, F)) for _ in range(2))
+        model, expected = (Model(MoELayer(comm, F, rows=rows)) for rows in ("token_major", "grouped"))
         wanted, optimizer = train(expected, 2), optimizer_of(model)
         for p in model.parameters():
             (p.to_local() if isinstance(p, DTensor) else p).data.fill_(torch.nan)

@@ -29,11 +29,11 @@ class Model(nn.Module):
         return self.last(self.moe(self.first(x))).square().mean()
 
 
-def trained(how: str, compiled: bool) -> float:
+def trained(how: str, compiled: bool, options: dict[str, Any]) -> float:
     """The largest difference of a gradient, or of the clipped ones, from the dense model's on all ranks' tokens."""
     sizes: dict[str, Any] = dict(num_experts=E, hidden_size=H, top_k=2, max_tokens_per_rank=12, dtype=torch.float32)
     with ep_ops.Communicator(**sizes, device="cpu") as comm:
-        model, dense = Model(MoELayer(comm, 8, capacity=64)), Model(DenseMoE(comm, 8))
+        model, dense = Model(MoELayer(comm, 8, capacity=64, **options)), Model(DenseMoE(comm, 8))
         names = [name for name, _ in model.named_parameters()]
         if how == "checkpointed":
             model.moe = checkpoint_wrapper(model.moe)
@@ -83,7 +83,12 @@ def trained(how: str, compiled: bool) -> float:
     [("ddp", False), ("ddp", True), ("checkpointed", False), ("compiled", False), ("fsdp", False), ("meta", False)],
 )
 def test_trained(how: str, compiled: bool) -> None:
-    assert max(run_ranks(2, trained, how, compiled)) < 1e-4
+    assert max(run_ranks(2, trained, how, compiled, {})) < 1e-4
+
+
+@pytest.mark.parametrize(("how", "compiled"), [("ddp", True), ("checkpointed", False), ("fsdp", False)])
+def test_trained_on_token_major_rows(how: str, compiled: bool) -> None:
+    assert max(run_ranks(2, trained, how, compiled, {"rows": "token_major", "redispatch": True})) < 1e-4
 
 
 def test_experts_that_are_trained_later() -> None:

@@ -319,6 +319,7 @@ def batched() -> None:
             MoELayer(comm, F, dynamic=True),
             MoELayer(comm, F, shared_intermediate_size=4),
             late,
+            MoELayer(comm, F, rows="token_major", redispatch=True),
         ]
 
         def there_and_back(x: Tensor, weights: Tensor | None) -> Tensor:
