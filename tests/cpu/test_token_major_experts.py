@@ -301,7 +301,7 @@ class Model(nn.Module):
 
 
 def _losses() -> list[list[float]]:
-    """Of grouped rows, and of token-major rows that are dispatched again, on the same data."""
+    """Return the losses with grouped rows, and with token-major rows that are dispatched again, on the same data."""
     found: list[list[float]] = []
     with ep_ops.Communicator(**SIZES, dtype=torch.float32) as comm:
         teacher = torch.randn(8, 8, generator=torch.Generator().manual_seed(9))
