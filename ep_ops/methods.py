@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import warnings
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -55,6 +58,9 @@ from .records import (
     wrong_type,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Never
+
 _new = tuple.__new__  # makes records in a third of the time
 
 
@@ -102,7 +108,7 @@ class Methods:
 
     def plan(
         self, topk_idx: Tensor, *, layout: str = GROUPED, capacity: int | None = None, slots: int = 0,
-        max_tokens: int | None = None, alignment: int | None = None,
+        max_tokens: int | None = None, alignment: int | None = None, **unknown: Never,
     ) -> tuple[Route, Tensor]:  # fmt: skip
         """Compute the route for ``topk_idx`` without sending rows.
 
@@ -118,8 +124,8 @@ class Methods:
         Raises:
             TypeError, ValueError, RuntimeError: as for :meth:`dispatch`.
         """
-        if self.destroyed:
-            registry.reject(self.name)
+        if self.destroyed or unknown:
+            self._reject("plan", unknown, 0, max_tokens)
         try:
             rows, align, slots, tokens, layout = self._sizes(layout, capacity, slots, max_tokens, alignment)
             topk_idx, batch = inputs.to_plan(self, topk_idx)
@@ -141,7 +147,7 @@ class Methods:
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None, *, layout: str = GROUPED,
         capacity: int | None = None, slots: int = 0, exact: bool = False, max_tokens: int | None = None,
         alignment: int | None = None, scales: Tensor | None = None, format: str = "", scales_as: str = "",
-        zeros: bool | None = None,
+        zeros: bool | None = None, **unknown: Never,
     ) -> Dispatched:  # fmt: skip
         """Send each token to the ranks that hold its experts and return the rows that arrive at this rank.
 
@@ -182,8 +188,8 @@ class Methods:
                 not a multiple of 16 bytes. The other ranks raise ValueError with the same reason.
             RuntimeError: a peer did not arrive within ``timeout`` seconds, or called a different operator.
         """
-        if self.destroyed:
-            registry.reject(self.name)
+        if self.destroyed or unknown:
+            self._reject("dispatch_dynamic" if exact is True else "dispatch", unknown, 0, max_tokens)
         try:
             rows, align, slots, tokens, layout = self._sizes(layout, capacity, slots, max_tokens, alignment, exact)
             x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
@@ -200,7 +206,7 @@ class Methods:
 
     def dispatch_planned(
         self, x: Tensor, route: Route, topk_weights: Tensor | None = None, *, scales: Tensor | None = None,
-        format: str = "", scales_as: str = "", zeros: bool | None = None,
+        format: str = "", scales_as: str = "", zeros: bool | None = None, **unknown: Never,
     ) -> Dispatched:  # fmt: skip
         """Send ``x`` along an existing route, and return the received rows in the order of that route.
 
@@ -218,8 +224,8 @@ class Methods:
         Raises:
             TypeError, ValueError, RuntimeError: as for :meth:`dispatch`.
         """
-        if self.destroyed:
-            registry.reject(self.name)
+        if self.destroyed or unknown:
+            self._reject("dispatch_planned", unknown, 0, getattr(route, "max_tokens", None))
         try:
             check_types(Route, route=route)
             x, topk_weights, route = inputs.to_send_along(self, x, topk_weights, route)
@@ -241,7 +247,7 @@ class Methods:
 
     def combine(
         self, y: Tensor, route: Route, weights: Tensor | None = None, *, residual: Tensor | None = None,
-        format: str = "", grad_format: str = "",
+        format: str = "", grad_format: str = "", **unknown: Never,
     ) -> Tensor:  # fmt: skip
         """Return the rows ``y`` to the ranks of their tokens and compute the weighted sum of the rows of each token.
 
@@ -268,8 +274,8 @@ class Methods:
         Raises:
             TypeError, ValueError, RuntimeError: as for :meth:`dispatch`.
         """
-        if self.destroyed:
-            registry.reject(self.name)
+        if self.destroyed or unknown:
+            self._reject("combine", unknown, 0, getattr(route, "max_tokens", None))
         try:
             y, weights = self._rows(y, weights, route)
             if residual is not None:
@@ -283,7 +289,7 @@ class Methods:
         a: CombineArgs = _new(CombineArgs, given)
         return _home(COMBINE.call(a), route)
 
-    def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
+    def combine_gathered(self, y: Tensor, route: Route, **unknown: Never) -> Tensor:
         """Combine without weights: each rank reads the rows of its tokens from symmetric memory (:meth:`empty_rows`).
 
         Collective and differentiable. Returns the same bits as :meth:`combine`. The operation ends when all ranks have
@@ -305,8 +311,8 @@ class Methods:
         Raises:
             ValueError: there are more rows than ``symmetric_rows``. Other errors as for :meth:`dispatch`.
         """
-        if self.destroyed:
-            registry.reject(self.name)
+        if self.destroyed or unknown:
+            self._reject("combine_gathered", unknown, 0, getattr(route, "max_tokens", None))
         if not isinstance(route, Route):
             reject("combine_gathered", self, wrong_type("route", route, Route), 0, None)
         a = CombineGatheredArgs(
@@ -319,6 +325,7 @@ class Methods:
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None, *, layout: str = GROUPED,
         capacity: int | None = None, slots: int = 0, max_tokens: int | None = None, alignment: int | None = None,
         scales: Tensor | None = None, format: str = "", scales_as: str = "", zeros: bool | None = None, flight: int = 0,
+        **unknown: Never,
     ) -> StartedDispatch:  # fmt: skip
         """Start :meth:`dispatch`, which then runs concurrently with the current stream until :meth:`dispatch_wait`.
 
@@ -337,8 +344,8 @@ class Methods:
         Raises:
             RuntimeError: the flight is in use. Other errors as for :meth:`dispatch`.
         """
-        if self.destroyed:
-            registry.reject(self.name)
+        if self.destroyed or unknown:
+            self._reject("dispatch_start", unknown, flight, max_tokens)
         try:
             rows, align, slots, tokens, layout = self._sizes(layout, capacity, slots, max_tokens, alignment)
             x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
@@ -375,8 +382,9 @@ class Methods:
         return self._dispatched(out, a, a.capacity, a.slots, started.batch)
 
     def combine_start(
-        self, y: Tensor, route: Route, weights: Tensor | None = None, *, format: str = "", flight: int = 0
-    ) -> StartedCombine:
+        self, y: Tensor, route: Route, weights: Tensor | None = None, *, format: str = "", flight: int = 0,
+        **unknown: Never,
+    ) -> StartedCombine:  # fmt: skip
         """Start :meth:`combine`, which then runs concurrently with the current stream until :meth:`combine_wait`.
 
         The rules that :meth:`dispatch_start` states apply. A residual is not supported.
@@ -391,8 +399,8 @@ class Methods:
         Raises:
             RuntimeError: the flight is in use. Other errors as for :meth:`combine`.
         """
-        if self.destroyed:
-            registry.reject(self.name)
+        if self.destroyed or unknown:
+            self._reject("combine_start", unknown, flight, getattr(route, "max_tokens", None))
         try:
             y, weights = self._rows(y, weights, route)
         except Exception as error:
@@ -424,6 +432,16 @@ class Methods:
         return _home(COMBINE_WAIT.call(CombineWaitArgs(started.ticket, *started.arguments)), started.route)
 
     # ------------------------------------------------------------------ arguments
+
+    def _reject(self, operator: str, unknown: Iterable[str], flight: Any, max_tokens: Any) -> NoReturn:
+        """Raise RuntimeError if the communicator was destroyed; otherwise reject unknown arguments on all ranks."""
+        if self.destroyed:
+            registry.reject(self.name)
+        method = operator.removesuffix("_dynamic")
+        known = inspect.signature(getattr(Methods, method)).parameters
+        allowed = ", ".join(name for name in known if name not in ("self", "unknown"))
+        error = TypeError(f"{method} got unknown arguments {', '.join(unknown)}; allowed: {allowed}")
+        reject(operator, self, error, flight, max_tokens)
 
     def _sizes(
         self, layout: str, capacity: int | None, slots: int, max_tokens: int | None, alignment: int | None,

@@ -129,6 +129,9 @@ def _remembering(
     recognized = "topk_idx" in names and len(optional) <= 1 and optional != [0]
     rows = int(names[0] == "ticket")
     lists = names.index("arrivals") if "arrivals" in names else rows
+    shapeless = tuple(
+        i for i in tensors if i < leading and i not in (rows, ids, one)
+    )  # whose shapes `call` does not read
     living = registry.living
 
     def key(a: tuple[Any, ...]) -> Any:
@@ -144,16 +147,17 @@ def _remembering(
         known = None
         try:
             comm, absent = living[a.comm], a[one] is None
-            known = comm.calls[op, a[leading:], absent, a[rows].shape[0], a[ids].shape[0]]
-            if not absent and a[one].is_nested:  # guards would end the process (shapes of nested ones raise)
-                known = None
+            nested = not absent and a[one].is_nested  # guards would end the process (shapes of nested ones raise)
+            for i in shapeless:
+                nested = nested or a[i].is_nested
+            if not nested:
+                known = comm.calls[op, a[leading:], absent, a[rows].shape[0], a[ids].shape[0]]
         except Exception:  # invalid, which is detected below
             pass
         if known is not None and (accepts := known.accepts) is not None:
             given = a[:one] + a[one + 1 : leading] if absent else a[:leading]
             if accepts(*given) and not (a[rows].data_ptr() % _ALIGNED or a[lists].data_ptr() % (_ALIGNED // 2)):
-                busy = comm.busy
-                if not busy.acquire(False):
+                if not (busy := comm.busy).acquire(False):
                     reject_thread(comm, f"ep::{op.name}")
                 try:
                     return known.run(a)
@@ -164,8 +168,7 @@ def _remembering(
                     busy.release()
         results, alone = op.direct(a)
         if alone and recognized and not (other and a[other] is not None):
-            found = living[a.comm].calls[key(a)]
-            if found is not None:
+            if (found := living[a.comm].calls[key(a)]) is not None:
                 found.remember(tuple(tensor for tensor in a[:leading] if tensor is not None))
         return results
 

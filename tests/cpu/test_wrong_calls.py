@@ -10,11 +10,16 @@ import torch
 import torch.distributed as dist
 from cases import fresh_seed
 from ranks import run_ranks
-from wrong_calls import MODES, run_calls
+from wrong_calls import EXPERTS, MODES, MOST, ROUTE_TENSORS, Calls, H, K, run_calls
 
+import ep_ops
 from ep_ops.moe import MoECommunicator, MoECommunicatorConfig
 
 OFTEN = "no gradients"
+SMALL: dict[str, Any] = {
+    "num_experts": EXPERTS, "hidden_size": H, "top_k": K, "max_tokens_per_rank": MOST, "dtype": torch.float32,
+    "device": "cpu", "timeout": 20, "symmetric_rows": 256,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -60,3 +65,30 @@ def _replicas() -> list[str]:
 
 def test_wrong_arguments_with_a_placement() -> None:
     assert run_ranks(2, _replicas) == [[""] * 4] * 2
+
+
+def _nested() -> list[str]:
+    """Remembered calls along a route, of which one tensor is nested on rank 1."""
+    found = []
+    with ep_ops.Communicator(**SMALL) as comm, torch.no_grad():
+        calls = Calls(comm, False)
+        for method in ("combine", "combine_gathered", "dispatch_planned"):
+            for name in ROUTE_TENSORS:
+                right = calls.arguments(method)
+                for _ in range(3):  # remembered
+                    expected = calls.run(method, right)
+                wrong = torch.nested.nested_tensor([getattr(right["route"], name)])
+                given = right | {"route": right["route"]._replace(**{name: wrong})}
+                text = ""
+                try:
+                    calls.run(method, given if comm.rank == 1 else right)
+                except (TypeError, ValueError) as error:
+                    text = str(error)
+                found.append("" if f"{name} is a nested" in text else f"{method}({name}): {text}")
+                for got, wanted in zip(calls.run(method, right), expected, strict=True):
+                    assert torch.equal(got.nan_to_num(7), wanted.nan_to_num(7))
+    return found
+
+
+def test_nested_tensors_of_a_route_in_a_remembered_call() -> None:
+    assert run_ranks(2, _nested) == [[""] * 15] * 2

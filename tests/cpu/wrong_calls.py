@@ -99,8 +99,6 @@ def wrong_tensors(name: str, right: torch.Tensor, calls: Calls) -> dict[str, Cal
         made["misaligned"] = lambda: misaligned(right)
     if name in ("topk_weights", "weights"):  # converted
         del made["float16"]
-    if name in ROUTE_TENSORS[1:]:
-        del made["nested"]  # in a remembered call it ends the process
     if name == "arrivals":
         made["more"] = lambda: right[:-1]
     return made
@@ -150,6 +148,7 @@ def cases(method: str, calls: Calls) -> Iterator[tuple[str, str, Callable[[], di
         elif name in WRONG:
             for kind, make in WRONG[name].items():
                 yield name, kind, with_value(name, make)
+    yield "misspelled", "unknown", lambda: right | {"misspelled": 1}
     if "scales" in right:
         yield "scales", "without format", lambda: right | {"scales": torch.ones(T, 1)}
     if "exact" in right:
