@@ -22,11 +22,12 @@ from cutlass.cute import arch
 
 from cute_kernels import jit, ptx, sync
 from cute_kernels.domains import position_words
-from cute_kernels.heap import EPOCH, STATE_BYTES, Heap, Problem
+from cute_kernels.heap import EPOCH, STATE_BYTES, Heap, Problem, records, words
 from cute_kernels.internode import wire
 from cute_kernels.internode.sending import word_of
 from cute_kernels.launch import Kernel, RankArgs
 from cute_kernels.marks import SHIFT
+from cute_kernels.views import Rows
 from ep_ops.bench.figures import text_table
 from ep_ops.bench.link import digest, stream_of
 from ep_ops.bench.options import names_of, new_parser, numbers, positive, read
@@ -49,7 +50,8 @@ class WireHeap(Heap):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         count = problem.max_tokens
-        self.take(outgoing=count * problem.row_bytes, incoming=count * problem.row_bytes, words=count * 8, answers=8)
+        batches = records(problem.row_bytes, count)
+        self.take(outgoing=batches, incoming=batches, words=words(count), answers=words(1))
 
 
 class PutsArgs(NamedTuple):
@@ -92,16 +94,15 @@ class Puts(Kernel):
             item, step = Int32(arch.make_warp_uniform(tid // 32) * args.blocks + block), step * WARPS
         nbytes = Int32(p.row_bytes)
         while item < args.batches:
-            at = Int64(item) * p.row_bytes
-            here, there = ranks.at(Int64(0), "outgoing") + at, ranks.at(Int64(0), "incoming") + at
-            word = ranks.at(Int64(0), "words") + Int64(item) * 8
+            here, there = ranks.offsets("outgoing").at(item), ranks.offsets("incoming").at(item)
+            word = ranks.offsets("words").at(item)
             if const_expr(self.by_warp):
                 if const_expr(self.filled):
-                    wire.copy_by_warp(ranks.own + here, args.x + at, nbytes)
+                    wire.copy_by_warp(ranks.own + here, Rows(args.x, p.row_bytes).at(item), nbytes)
                 p.wire.put_signal(ranks, args.target, there, here, nbytes, word, word_of(ranks, item))
             else:
                 if const_expr(self.filled):
-                    wire.copy_by_block(BLOCK, ranks.own + here, args.x + at, nbytes)
+                    wire.copy_by_block(BLOCK, ranks.own + here, Rows(args.x, p.row_bytes).at(item), nbytes)
                     # The batch is whole before it is put.
                     arch.sync_threads()
                 p.wire.put_signal_by_block(
@@ -138,8 +139,8 @@ class Answers(Kernel):
     def kernel(self, args: Any) -> None:
         p = self.problem
         ranks = sync.Ranks(WireHeap(p), args.ranks)
-        here, there = ranks.at(Int64(0), "outgoing"), ranks.at(Int64(0), "incoming")
-        word = ranks.at(Int64(0), "answers")
+        here, there = ranks.offsets("outgoing").base, ranks.offsets("incoming").base
+        word = ranks.offsets("answers").base
         mark, end = Int64(args.mark), Int64(args.mark) + args.rounds
         looks = Int32(0)
         while mark < end:

@@ -43,7 +43,7 @@ class RaiseAlarm(Kernel):
             arch.sync_warp()
             if tid == 0:
                 self.give_up(ranks)
-        failed = ptx.ld_relaxed_sys(ranks.own + FAILED * 8)
+        failed = ptx.ld_relaxed_sys(ranks.word(FAILED))
         if tid == 0 and failed != 0:
             sync.pass_on(ranks, failed)
 
@@ -51,7 +51,7 @@ class RaiseAlarm(Kernel):
     def give_up(self, ranks: sync.Ranks) -> None:
         """By one thread: report that this rank gives up, with the number of the operation, unless a wait has failed
         before."""
-        before = ptx.atom_claim(ranks.own + FAILED * 8)
+        before = ptx.atom_claim(ranks.word(FAILED))
         if before != 1:
             reason = Int32(sync.HALF)
             if before == sync.FAILED_BY_PEER:

@@ -11,6 +11,24 @@ A copy is the visit of a token at a rank: all rows here of one (source rank, tok
 The pair behind the last copy holds how many rows have an owner. What lies behind the last copy and behind the last row
 is undefined. A home is (source rank × max_tokens + token) × most_copies + the copy's number at its owner, where a
 token's copies are numbered 0, 1, ... over the ranks that its ids name, ascending.
+
+Example, to which the other files refer. Two ranks hold two experts each: 0 and 1, 2 and 3. Each has two tokens with two
+experts (top_k = max_tokens = most_copies = 2):
+
+    rank 0   token 0: experts 2, 0    token 1: experts 3, 2
+    rank 1   token 0: experts 2, 1    token 1: experts 0, 1
+
+At rank 1, rows grouped by expert are: 0, 1, 2 of expert 2, from (rank 0, token 0, k 0), (0, 1, 1) and (1, 0, 0); and 3
+of expert 3, from (0, 1, 0). Its lists are
+
+    copies   [0, 1] [1, 2] [3, 5] [4, -]
+    owned    [0, 0] [3, 2] [1, 3] [2, 4]
+    sources  0 2 3
+
+The second copy, of token 1 of rank 0, has two rows, `owned` 1 and 2: for its k 0 row 3 and
+asker (0 × 2 + 1) × 2 + 0 = 2, for its k 1 row 1 and asker 3. It is that token's only copy, number 0, so its home is
+(0 × 2 + 1) × 2 + 0 = 2. The first copy, of token 0 of rank 0, is number 1, because that token names an expert of rank 0
+as well.
 """
 
 from typing import Any, NamedTuple
@@ -20,23 +38,24 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 from cutlass.cute import arch
 
-from . import ptx
 from .heap import Problem
 from .sync import BAD_ROW, Ranks, reject
+from .views import Ints, Pairs
 
 
 class Lists(NamedTuple):
-    """Addresses of the three lists."""
+    """The three lists."""
 
-    copies: Int64
-    owned: Int64
-    sources: Int64
+    copies: Pairs
+    owned: Pairs
+    sources: Ints
 
 
 def lists(arrivals: Int64, num_rows: Int32) -> Lists:
     """Return the lists of `arrivals` for a buffer of `num_rows`."""
-    each = Int64(num_rows) * 8
-    return Lists(arrivals, arrivals + each + 8, arrivals + 2 * each + 8)
+    copies = Pairs(arrivals)
+    each = copies.at(num_rows) - arrivals
+    return Lists(copies, Pairs(arrivals + each + copies.step), Ints(arrivals + 2 * each + copies.step))
 
 
 class Copy(NamedTuple):
@@ -80,10 +99,10 @@ def begin_walk(ranks: Ranks, smem_sources: Any, arrivals: Int64, num_rows: Int32
     at = lists(arrivals, num_rows)
     most = Int32(0)
     for source in cutlass.range(lane, world_size + 1, 32):
-        begin = cutlass.min(cutlass.max(ptx.ld_i32(at.sources + Int64(source) * 4), 0), num_rows)
+        begin = cutlass.min(cutlass.max(at.sources[source], 0), num_rows)
         smem_sources[source] = begin
         if source < world_size:
-            end = cutlass.min(ptx.ld_i32(at.sources + Int64(source + 1) * 4), num_rows)
+            end = cutlass.min(at.sources[source + 1], num_rows)
             most = cutlass.max(most, end - begin)
     most = cutlass.min(arch.warp_redux_sync(most, "max"), max_tokens)  # whatever the list says
     # Every lane's part comes before the other lanes' reads.
@@ -104,9 +123,7 @@ def copy_of(ranks: Ranks, walk: Walk, item: Int32) -> Copy:
         source = Int32(Uint32(turns) % world_size)
         index = walk.sources[source] + number
         if index < walk.sources[source + 1]:
-            at = walk.lists.copies + Int64(index) * 8
-            begin, home = ptx.ld_pair(at)
-            end = ptx.ld_i32(at + 8)
+            begin, home, end = walk.lists.copies.with_next(index)
     return Copy(begin, end, home, source)
 
 
@@ -123,9 +140,7 @@ def copy_of_other(ranks: Ranks, walk: Walk, number: Int32) -> Copy:
     begin, end, home, source = Int32(0), Int32(0), Int32(0), 1 - ranks.rank
     index = walk.sources[source] + number
     if number < walk.max_tokens and index < walk.sources[source + 1]:
-        at = walk.lists.copies + Int64(index) * 8
-        begin, home = ptx.ld_pair(at)
-        end = ptx.ld_i32(at + 8)
+        begin, home, end = walk.lists.copies.with_next(index)
     return Copy(begin, end, home, source)
 
 
@@ -151,7 +166,7 @@ def row_of(walk: Walk, copy: Copy) -> tuple[Int32, Int32]:
     row, asker = Int32(-1), Int32(-1)
     # Where a list is garbage (`guarded` looks at that) nothing outside of it is read.
     if lane < copy.rows and copy.begin >= 0 and copy.begin + lane < walk.num_rows:
-        row, asker = ptx.ld_pair(walk.lists.owned + Int64(copy.begin + lane) * 8)
+        row, asker = walk.lists.owned[copy.begin + lane]
     return row, asker
 
 

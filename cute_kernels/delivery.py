@@ -15,13 +15,14 @@ from .formats import Form
 from .heap import Problem
 from .rows import Width, zero_row
 from .swizzled import TILE_BYTES, Begins, Tiles
+from .views import Bytes, Floats, Ints, Rows
 
 
 class Arrived(NamedTuple):
     """Where rows go, and what there is of them."""
 
     rows: Int64
-    weights: Int64
+    weights: Floats
     scales: Int64
     num_rows: Int32
     slots: Int32  # rows of each expert; 0: segments follow each other
@@ -78,7 +79,7 @@ class Delivery:
         if const_expr(self.tiles is not None):
             return self.tiles.scales_at(to, row), Int32(TILE_BYTES)
         if const_expr(self.layout == "rows"):
-            return to.scales + Int64(row) * (self.units * self.unit), Int32(self.unit)
+            return Rows(to.scales, self.units * self.unit).at(row), Int32(self.unit)
         return _scales_in_lines(to, row, self.units)
 
     @cute.jit
@@ -86,25 +87,25 @@ class Delivery:
         """By a warp: padding rows of one expert, from `row` on, and what goes with them, but for swizzled scales, of
         which more is zeroed than rows have (`Tiles.clear`)."""
         for i in cutlass.range(row, end, 1):
-            zero_row(self.row_bytes, to.rows + Int64(i) * self.row_bytes, lane)
+            zero_row(self.row_bytes, Rows(to.rows, self.row_bytes).at(i), lane)
         if const_expr(weights):
             for i in cutlass.range(row + lane, end, 32):
-                ptx.st_i32(to.weights + Int64(i) * 4, Int32(0))
+                to.weights.bits[i] = Int32(0)
         if const_expr(self.layout == "rows"):
             first, _ = self.scales_at(to, row)
             for i in cutlass.range(lane, (end - row) * self.units, 32):
-                self.store_unit(first + Int64(i) * self.unit, Int32(0))
+                self.store_unit(Rows(first, self.unit).at(i), Int32(0))
         elif const_expr(self.layout != "" and self.tiles is None):
             first, step = self.scales_at(to, row)
             for line in cutlass.range(self.units):
                 for i in cutlass.range(lane, end - row, 32):
-                    self.store_unit(first + Int64(line) * step + i * 4, Int32(0))
+                    self.store_unit(Ints(Rows(first, step).at(line)).at(i), Int32(0))
 
     def store_unit(self, at: Int64, value: Int32) -> None:
         if self.unit == 1:
-            ptx.st_u8(at, value)
+            Bytes(at)[0] = value
         else:
-            ptx.st_i32(at, value)
+            Ints(at)[0] = value
 
     @cute.jit
     def staged_unit(self, words: Any, i: Int32) -> Int32:
@@ -130,11 +131,11 @@ class Delivery:
             exponent = stored
             if const_expr(not self.form.in_bytes):
                 exponent = (stored >> 23) & 0xFF
-            ptx.st_u8(first + Int64(column >> 2) * step + (column & 3), exponent)
+            Bytes(Rows(first, step).at(column >> 2))[column & 3] = exponent
         elif const_expr(self.form.in_bytes):
-            ptx.st_u8(first + column, stored)
+            Bytes(first)[column] = stored
         else:
-            ptx.st_i32(first + Int64(column) * step, stored)
+            Ints(Rows(first, step).at(column))[0] = stored
 
 
 @cute.jit
@@ -146,4 +147,5 @@ def _scales_in_lines(to: Arrived, row: Int32, lines: cutlass.Constexpr[int]) -> 
         across = (to.slots + 3) & ~3
         expert = row // to.slots
         at = Int64(expert) * lines * across + (row - expert * to.slots)
-    return to.scales + at * 4, across * 4
+    scales = Ints(to.scales)
+    return scales.at(at), across * scales.step

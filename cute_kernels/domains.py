@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass import Boolean, Int32, const_expr
 
 from . import ptx
+from .views import Words
 
 INDEX_BITS = 32
 
@@ -29,14 +30,14 @@ def position_words(domains: Sequence[Sequence[int]]) -> list[int]:
 
 def position_of(ranks: Any, rank: Int32) -> tuple[Int32, Int32]:
     """Return a rank's domain and its index there."""
-    word = ptx.ld_constant(ranks.peers + Int64(ranks.world_size + rank) * 8)
+    word = ptx.ld_constant(Words(ranks.peers).at(ranks.world_size + rank))
     return Int32(word >> INDEX_BITS), Int32(word & ((1 << INDEX_BITS) - 1))
 
 
 def rank_at(ranks: Any, domain: Int32, index: Int32 | int) -> Int32:
     """Return the rank at this position."""
     number = domain * ranks.heap.problem.domain_ranks + index
-    return Int32(ptx.ld_constant(ranks.peers + Int64(2 * ranks.world_size + number) * 8))
+    return Int32(ptx.ld_constant(Words(ranks.peers).at(2 * ranks.world_size + number)))
 
 
 @cute.jit

@@ -5,9 +5,10 @@ When a rank writes to bank `e % 2` in operation e, all its peers have left opera
 operation e - 1 with its hello flag (sync.py), and an operation does not end before it has seen all its hellos.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 MOST_RANKS = 72
 """The most ranks of an NVLink domain that kernels take: as many GPUs as map each other's memory today."""
@@ -248,14 +249,56 @@ PURPOSES = {
 """Purposes of buffers in `ep_ops.memory_plan`. All buffers that are not listed hold flags."""
 
 
+ELEMENT_BYTES = {"word": 8, "pair": 8, "int": 4, "float": 4, "byte": 1, "vector": 16, "record": 1}
+"""Sizes of the kinds of elements (views.py). Records have a size of their own."""
+
+
+class Section(NamedTuple):
+    """Layout of a buffer: how many elements of a kind there are of each dimension, the slowest first."""
+
+    element: str
+    shape: tuple[int, ...]
+    record_bytes: int = 0
+
+    @property
+    def element_bytes(self) -> int:
+        return self.record_bytes or ELEMENT_BYTES[self.element]
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.element_bytes
+
+
+def words(*shape: int) -> Section:
+    """Flags, counters and whatever else is synchronized."""
+    return Section("word", shape)
+
+
+def pairs(*shape: int) -> Section:
+    return Section("pair", shape)
+
+
+def floats(*shape: int) -> Section:
+    return Section("float", shape)
+
+
+def records(nbytes: int, *shape: int) -> Section:
+    """Rows, messages and other records of so many bytes."""
+    return Section("record", shape, nbytes)
+
+
 def _padded(nbytes: int) -> int:
     """Return the size including the guard, rounded up to where the next buffer may begin."""
     return (nbytes + GUARD_BYTES + 255) // 256 * 256
 
 
 class Heap:
-    """Byte offsets into the symmetric memory of one rank: `offset` of a buffer's first bank, `distance` to its second,
-    `size` of one. `guards`: where the bytes that nobody touches begin and end."""
+    """Layout of the symmetric memory of one rank: `section` of each buffer, byte `offset` of its first bank, `distance`
+    to its second, `size` of one in bytes. `guards`: where the bytes that nobody touches begin and end."""
 
     def __init__(self, p: Problem) -> None:
         self.problem = p
@@ -270,77 +313,72 @@ class Heap:
         self.wanted_bytes = self.masks_bytes + p.batch_tokens * p.weights_each * 4
         self.weights_bytes = p.planned_tokens * p.token_bytes
         self.nbytes = STATE_BYTES
+        self.section: dict[str, Section] = {}
         self.offset: dict[str, int] = {}
         self.distance: dict[str, int] = {}
         self.size: dict[str, int] = {}
         self.guards: list[tuple[int, int]] = []
-        flags = {  # 8 bytes each, one writer each (the source rank), read by this rank alone
-            "hello": w,
-            "route": w * p.tiles,
-            "counted": p.tiles,
-            "placed": p.tiles,
-            "staged": w,
-            "chunk": w * self.chunks,
-            "token": d * p.most_copies * t,
-            "fetched": w,
-            "rejection": 1,  # set by any rank of the domain that rejects the operation, after its reason
-            "alarm": 1,  # set once and for all by a rank that gives up (marks.Alarm); of one bank
-        }
         self.take(
-            **{name: 8 * count for name, count in flags.items()},
-            reason=w * REASON_BYTES,
-            notes=NOTES * NOTE_WORDS * 8,  # of one bank
-            waited=NOTES * w * 8,  # likewise
+            # Flags: one writer each (the source rank), read by this rank alone.
+            hello=words(w),
+            route=words(w, p.tiles),
+            counted=words(p.tiles),
+            placed=words(p.tiles),
+            staged=words(w),
+            chunk=words(w, self.chunks),
+            token=words(d * p.most_copies * t),
+            fetched=words(w),
+            rejection=words(1),  # set by any rank of the domain that rejects the operation, after its reason
+            alarm=words(1),  # set once and for all by a rank that gives up (marks.Alarm); of one bank
+            reason=records(REASON_BYTES, w),
+            notes=words(NOTES, NOTE_WORDS),  # of one bank
+            waited=words(NOTES, w),  # likewise
             # From each tile of each source rank: its counts, then its entries for experts of this rank.
-            messages=w * p.tiles * self.message_bytes,
+            messages=records(self.message_bytes, w, p.tiles),
             # Exchanged between the blocks of this rank if rows are dropped: numbers of kept entries and copies.
-            kept=p.tiles * w * 8,
+            kept=pairs(p.tiles, w),
             # Routing weights, which peers read here; in a token-major dispatch each token's, and behind them its ids.
-            weights=self.weights_bytes,
+            weights=floats(p.planned_tokens * 2 * p.weights_each),
             # Written by peers in a combine: one scalar for each (token, k), one row for each copy of each token,
             # by [copy][token]. Dispatch stages the rank's own rows at the start of the same space, because the banks
             # alternate for all operations. In the backward of a token-major dispatch, peers write scalars to `messages`
             # instead, which that operation does not use otherwise. With several domains, a rank has both for the ranks
             # of its rail as well, by [slot] (domains.py).
-            scalars=d * t * p.weights_each * 4,
-            rows=d * p.most_copies * t * p.row_bytes,
+            scalars=floats(d, t * p.weights_each),
+            rows=records(p.row_bytes, d * p.most_copies * t),
         )
         if d > 1:
             self.take(**self._across())
 
-    def _across(self) -> dict[str, int]:
-        """Return the sizes of buffers for other domains: what their ranks put here, what is to be put to them (`_out`),
-        both by [slot - 1], and what a rank forwards to the ranks of its own domain, by [source rank]. Words and flags
-        have 8 bytes each."""
+    def _across(self) -> dict[str, Section]:
+        """Return the buffers for other domains: what their ranks put here, what is to be put to them (`_out`), both by
+        [slot - 1], and what a rank forwards to the ranks of its own domain, by [source rank]."""
         p, others, ranks = self.problem, self.problem.num_domains - 1, self.problem.world_size
-        words = ("batch", "wanted", "sum", "returned")  # of each batch
-        by_rank = ("rejected", "put_counts", "puts")  # see operation.settle
-        rows = self.batches * p.batch_tokens * p.row_bytes
+        batches = others, self.batches
         return {
-            **{name: 8 * others * self.batches for name in words},
-            "weighed": 8 * others * p.tiles,
-            **{name: 8 * ranks for name in by_rank},
-            "relayed": 8 * ranks * self.batches,
-            "relayed_weights": 8 * ranks * p.tiles,
-            "messages_out": ranks * p.tiles * self.message_bytes,
-            "weights_in": others * self.weights_bytes,
-            "scalars_in": others * p.max_tokens * p.weights_each * 4,
-            "wanted_in": others * self.batches * self.wanted_bytes,
-            "wanted_out": others * self.batches * self.wanted_bytes,
-            "rows_in": others * rows,
-            "rows_out": others * rows,
+            **{name: words(*batches) for name in ("batch", "wanted", "sum", "returned")},
+            "weighed": words(others, p.tiles),
+            **{name: words(ranks) for name in ("rejected", "put_counts", "puts")},  # see operation.settle
+            "relayed": words(ranks, self.batches),
+            "relayed_weights": words(ranks, p.tiles),
+            "messages_out": records(self.message_bytes, ranks, p.tiles),
+            "weights_in": floats(others, p.planned_tokens * 2 * p.weights_each),
+            "scalars_in": floats(others, p.max_tokens * p.weights_each),
+            "wanted_in": records(self.wanted_bytes, *batches),
+            "wanted_out": records(self.wanted_bytes, *batches),
+            "rows_in": records(p.batch_tokens * p.row_bytes, *batches),
+            "rows_out": records(p.batch_tokens * p.row_bytes, *batches),
         }
 
-    def take(self, **sizes: int) -> None:
-        """Lay out buffers of these sizes: one bank of all of them, then the other, so that all have the same
-        distance."""
+    def take(self, **sections: Section) -> None:
+        """Lay out these buffers: one bank of all of them, then the other, so that all have the same distance."""
         end = self.nbytes
-        for name, size in sizes.items():
-            self.offset[name], self.size[name] = end, size
-            end += _padded(size)
+        for name, section in sections.items():
+            self.section[name], self.offset[name], self.size[name] = section, end, section.nbytes
+            end += _padded(section.nbytes)
         distance = end - self.nbytes
-        ends = [*(self.offset[name] for name in sizes), end][1:]
-        for name, behind in zip(sizes, ends, strict=True):
+        ends = [*(self.offset[name] for name in sections), end][1:]
+        for name, behind in zip(sections, ends, strict=True):
             self.distance[name] = distance
             begin = self.offset[name] + self.size[name]
             self.guards += [(begin + bank, behind + bank) for bank in (0, distance)]

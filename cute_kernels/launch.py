@@ -15,6 +15,7 @@ from cutlass import Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
 from .heap import Problem
+from .views import View
 
 
 class RankArgs(NamedTuple):
@@ -32,8 +33,9 @@ class RankArgs(NamedTuple):
 class Launched:
     """A kernel as it is compiled; the fields of subclasses say what for.
 
-    The fields of `Args` are `ranks` (if the kernel is one of several ranks), then addresses of tensors (Int64, 0:
-    none), then numbers (Int32). One of them is `blocks`, the size of the grid.
+    The fields of `Args` are `ranks` (if the kernel is one of several ranks), then tensors, of which the host passes the
+    addresses (0: none), then numbers (Int32). Tensors are views (views.py), or addresses (Int64) of rows that are moved
+    as they are. One of the numbers is `blocks`, the size of the grid.
     """
 
     NAME: ClassVar[str]
@@ -86,16 +88,26 @@ class Kernel(Launched):
 def names(args: type[Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the fields of a kernel's arguments after `ranks`: those that are addresses of tensors, and the others."""
     kinds = args.__annotations__
-    addresses = tuple(name for name in args._fields if kinds[name] is Int64)
+    addresses = tuple(name for name in args._fields if is_address(kinds[name]))
     return addresses, tuple(name for name in args._fields[1:] if name not in addresses)
 
 
 def gather(args: type[Any], values: Sequence[Any]) -> Any:
     """Return the named tuple of consecutive values."""
-    if RankArgs not in args.__annotations__.values():
-        return args(*values)
+    kinds = list(args.__annotations__.values())
+    if kinds[0] is not RankArgs:
+        return args(*map(_given_as, kinds, values))
     first = len(RankArgs._fields)
-    return args(RankArgs(*values[:first]), *values[first:])
+    return args(RankArgs(*values[:first]), *map(_given_as, kinds[1:], values[first:]))
+
+
+def is_address(kind: type[Any]) -> bool:
+    """Return whether an argument of this kind is passed as the address of a tensor."""
+    return kind is Int64 or issubclass(kind, View)
+
+
+def _given_as(kind: type[Any], value: Any) -> Any:
+    return kind(value) if issubclass(kind, View) else value
 
 
 def _examples(args: type[Any]) -> Iterator[Any]:
@@ -103,4 +115,4 @@ def _examples(args: type[Any]) -> Iterator[Any]:
         if kind is RankArgs:
             yield from _examples(RankArgs)
         else:
-            yield kind(0)
+            yield Int64(0) if is_address(kind) else kind(0)

@@ -41,19 +41,17 @@ def say_hello(ranks: Ranks, number: Int32, threads: cutlass.Constexpr[int], rele
 def note_begun(ranks: Ranks) -> None:
     """By one thread: log that this rank has begun the operation, and clear the counts of puts of the next one."""
     if const_expr(ranks.heap.problem.num_domains > 1):
-        heap = ranks.heap
         for rank in cutlass.range(ranks.world_size):
-            next_bank = heap.offset["puts"] + (1 - ranks.bank) * heap.distance["puts"]
-            ptx.st_u64(ranks.own + next_bank + Int64(rank) * 8, Int64(0))
-    ptx.st_u64(note_of(ranks), ranks.mark)
-    ptx.st_u64(note_of(ranks) + BEGUN * 8, arch.globaltimer())
+            ptx.st_u64(ranks.of_next("puts").at(rank), Int64(0))
+    ptx.st_u64(note_of(ranks).base, ranks.mark)
+    ptx.st_u64(note_of(ranks).at(BEGUN), arch.globaltimer())
 
 
 @cute.jit
 def note_met(ranks: Ranks) -> None:
     """By one thread: log that all ranks have begun this operation, or that a wait for one has failed. Reads nothing,
     because it may be the last step of an operation."""
-    ptx.st_u64(note_of(ranks) + MET * 8, arch.globaltimer())
+    ptx.st_u64(note_of(ranks).at(MET), arch.globaltimer())
 
 
 @cute.jit
@@ -69,7 +67,7 @@ def finish(ranks: Ranks, blocks: Int32, fetched: cutlass.Constexpr[bool] = False
     if tid < arch.WARP_SIZE:
         last = Int32(0)
         if tid == 0:
-            last = Int32(ptx.atom_inc_acq_rel(ranks.own + TICKET * 8) == blocks - 1)
+            last = Int32(ptx.atom_inc_acq_rel(ranks.word(TICKET)) == blocks - 1)
         last = arch.shuffle_sync(last, 0)
         if last != 0:
             if const_expr(fetched):
@@ -85,9 +83,9 @@ def finish(ranks: Ranks, blocks: Int32, fetched: cutlass.Constexpr[bool] = False
                 if const_expr(ranks.heap.problem.num_domains > 1):
                     end_rejected(ranks)
                 note_met(ranks)
-                ptx.st_v4(ranks.own + CLAIMS * 8, (Int32(0),) * 4)  # PUSHES, too
-                ptx.st_u64(ranks.own + TICKET * 8, Int64(0))
-                ptx.st_u64(ranks.own + EPOCH * 8, ranks.epoch + 1)
+                ptx.st_v4(ranks.word(CLAIMS), (Int32(0),) * 4)  # PUSHES, too
+                ptx.st_u64(ranks.word(TICKET), Int64(0))
+                ptx.st_u64(ranks.word(EPOCH), ranks.epoch + 1)
 
 
 @cute.jit
@@ -95,7 +93,7 @@ def end_rejected(ranks: Ranks) -> None:
     """By one thread, at the end of an operation: if a rank has rejected it, wait until all puts of this rank have
     arrived. Other ranks may not have waited for them, and their destinations are used again."""
     if const_expr(ranks.heap.problem.wire.late):
-        rejection = ptx.ld_acquire_sys(ranks.at(ranks.own, "rejection"))
+        rejection = ptx.ld_acquire_sys(ranks.view("rejection").base)
         if same_operation(rejection, ranks.mark):
             settle(ranks)
 
@@ -110,8 +108,8 @@ def settle(ranks: Ranks) -> None:
         rank = Int32(0)
         while rank < ranks.world_size and ranks.goes_on:
             if not is_near(ranks, rank):
-                count = ptx.ld_relaxed_sys(ranks.at(ranks.own, "puts") + Int64(rank) * 8)
-                word = ranks.at(Int64(0), "put_counts") + Int64(ranks.rank) * 8
+                count = ptx.ld_relaxed_sys(ranks.view("puts").at(rank))
+                word = ranks.offsets("put_counts").at(ranks.rank)
                 said = with_number(ranks.base, count)
                 ranks.heap.problem.wire.put_value(ranks, rank, word, said)
             rank += 1
@@ -135,12 +133,12 @@ def words_come(ranks: Ranks) -> Int32:
     p = ranks.heap.problem
     count = Int32(0)
     for name in WORDS_OF_RANKS:
-        each = ranks.heap.size[name] // (8 * p.world_size)
+        each = max(1, ranks.heap.section[name].count // p.world_size)
         for rank in cutlass.range(p.world_size):
             if not is_near(ranks, rank):
                 count += words_set(ranks, name, rank * each, Int32(each))
-    for name in (*WORDS_OF_RAIL, *(name for name in WORDS_OF_LATENCY if name in ranks.heap.size)):
-        count += words_set(ranks, name, Int32(0), Int32(ranks.heap.size[name] // 8))
+    for name in (*WORDS_OF_RAIL, *(name for name in WORDS_OF_LATENCY if name in ranks.heap.section)):
+        count += words_set(ranks, name, Int32(0), Int32(ranks.heap.section[name].count))
     return count
 
 
@@ -148,6 +146,6 @@ def words_come(ranks: Ranks) -> Int32:
 def words_set(ranks: Ranks, name: cutlass.Constexpr[str], first: Int32, words: Int32) -> Int32:
     count = Int32(0)
     for i in cutlass.range(first, first + words, 1):
-        if same_operation(ptx.ld_acquire_sys(ranks.at(ranks.own, name) + Int64(i) * 8), ranks.mark):
+        if same_operation(ptx.ld_acquire_sys(ranks.view(name).flat.at(i)), ranks.mark):
             count += 1
     return count

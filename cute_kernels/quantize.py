@@ -15,6 +15,7 @@ from cutlass.cute import arch
 from . import ptx
 from .formats import Form
 from .sync import BAD_SCALE, Ranks, reject
+from .views import Bytes, Ints, Pairs, Rows
 
 FLOOR = 0x38D1B717
 """Bits of 1e-4: the least magnitude that scales are made for, but in MX."""
@@ -111,9 +112,9 @@ def exact_scale(kind: cutlass.Constexpr[str], stored: Int32) -> Float32:
 @cute.jit
 def store_codes(row: Int64, vector: Int32, codes: Any) -> None:
     if const_expr(len(codes) == 1):
-        ptx.st_i32(row + Int64(vector) * 4, codes[0])
+        Ints(row)[vector] = codes[0]
     else:
-        ptx.st_pair(row + Int64(vector) * 8, codes[0], codes[1])
+        Pairs(row)[vector] = codes[0], codes[1]
 
 
 @cute.jit
@@ -123,9 +124,9 @@ def given_word(form: cutlass.Constexpr[Form], ranks: Ranks, scales: Int64, token
     if const_expr(form.in_bytes):
         for j in range_constexpr(4):
             if 4 * i + j < form.scales:
-                word = word | (ptx.ld_u8(scales + Int64(token) * form.scales + 4 * i + j) << (8 * j))
+                word = word | (Bytes(Rows(scales, form.scales).at(token))[4 * i + j] << (8 * j))
     else:
-        word = ptx.ld_i32(scales + (Int64(token) * form.scales + i) * 4)
+        word = Ints(scales)[Int64(token) * form.scales + i]
         if const_expr(form.kind == "pow2"):
             if (word & ~INFINITE) != 0:
                 reject(ranks, BAD_SCALE, token * form.scales + i, word)

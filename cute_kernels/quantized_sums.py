@@ -19,6 +19,7 @@ from . import ptx
 from .formats import Form
 from .quantize import exact_scale, largest, numbers_of, of_group, scale_of, store_codes
 from .slices import Slices
+from .views import Bytes, Ints, Pairs
 
 SCALED = 32
 """Numbers for each byte of scale."""
@@ -113,9 +114,9 @@ def store_slice(wire: cutlass.Constexpr[SumSlices], acc: Any, to: Int64, last: I
         word = word | arch.shuffle_sync_bfly(word, 2 * same)
         if lane % among == u:
             words = word
-    at = lane % among * (32 // among) + lane // among
+    at, of_slice = lane % among * (32 // among) + lane // among, Ints(to)
     if lane % among < vectors:
-        ptx.st_i32(to + at * 4, words)
+        of_slice[at] = words
 
 
 @cute.jit
@@ -127,9 +128,9 @@ def add_slice(wire: cutlass.Constexpr[SumSlices], at: Int64, last: Int32, acc: A
     words, scales = [], []
     for u in range_constexpr(vectors):
         number = cutlass.min(u * 32 * n + lane * n, end - n)
-        scales.append(ptx.ld_u8(at + number // SCALED))
+        scales.append(Bytes(at)[number // SCALED])
         codes = at + wire.scale_bytes + number
-        words.append([ptx.ld_i32(codes)] if n == 4 else ptx.ld_pair(codes))
+        words.append([Ints(codes)[0]] if n == 4 else Pairs(codes)[0])
     for u in range_constexpr(vectors):
         scale = exact_scale("mx", scales[u])
         values = [ptx.mul_rn(value, scale) for word in words[u] for value in ptx.decode(word)]

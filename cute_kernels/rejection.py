@@ -19,6 +19,7 @@ from .heap import EPOCH, REASON_BYTES, Heap
 from .ids import thread_id, warp_id
 from .latency.sizes import LatencyHeap
 from .launch import Kernel, RankArgs
+from .views import Words
 
 THREADS = 256
 WORDS = REASON_BYTES // 8
@@ -37,10 +38,10 @@ def leave_reason(ranks: sync.Ranks, text: Int64, threads: cutlass.Constexpr[int]
     """By a block: copies this rank's reason from `text` to every rank of its NVLink domain."""
     for i in cutlass.range(thread_id(), ranks.world_size * WORDS, threads):
         peer = i // WORDS
-        at = Int64(i - peer * WORDS) * 8
+        number = i - peer * WORDS
         if is_near(ranks, peer):
-            address = ranks.at(ranks.peer(peer), "reason") + Int64(ranks.rank) * REASON_BYTES
-            ptx.st_relaxed_sys(address + at, ptx.ld_u64(text + at))
+            reason = Words(ranks.view("reason", ranks.peer(peer)).at(ranks.rank))
+            ptx.st_relaxed_sys(reason.at(number), ptx.ld_u64(Words(text).at(number)))
 
 
 @dataclass(frozen=True)
@@ -82,15 +83,15 @@ class Reject(Kernel):
             if const_expr(self.problem.num_domains > 1):
                 operation.settle(ranks)
             operation.note_met(ranks)
-            ptx.st_u64(ranks.own + EPOCH * 8, ranks.epoch + 1)
+            ptx.st_u64(ranks.word(EPOCH), ranks.epoch + 1)
 
     @cute.jit
     def put_reason(self, ranks: sync.Ranks) -> None:
         """Send the reason to the ranks of other domains, with one put each from this rank's own copy of it."""
-        reason = ranks.at(Int64(0), "reason") + Int64(ranks.rank) * REASON_BYTES
+        reason = ranks.offsets("reason").at(ranks.rank)
         rank = Int32(warp_id())
         while rank < self.problem.world_size and ranks.goes_on:
             if not is_near(ranks, rank):
-                word = ranks.at(Int64(0), "rejected") + Int64(ranks.rank) * 8
+                word = ranks.offsets("rejected").at(ranks.rank)
                 self.problem.wire.put_signal(ranks, rank, reason, reason, Int32(REASON_BYTES), word, ranks.mark)
             rank += THREADS // 32

@@ -4,10 +4,8 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, range_constexpr
+from cutlass import Int32, range_constexpr
 from cutlass.cute import arch
-
-from . import ptx
 
 TOGETHER = 4
 """Consecutive experts that a lane takes at a time: one scan over the warp serves all of them."""
@@ -26,10 +24,9 @@ def write_segment(args: Any, local: Int32, begin: Int32, asked: Int32, kept: Int
     end = cutlass.min(begin + padded(asked, alignment), args.capacity)
     if args.slots > 0:
         end = begin + padded(kept, alignment)
-    at = Int64(local) * 4
-    ptx.st_i32(args.offs + at, end)
-    ptx.st_i32(args.counts + at, kept)
-    ptx.st_i32(args.dropped + at, asked - kept)
+    args.offs[local] = end
+    args.counts[local] = kept
+    args.dropped[local] = asked - kept
 
 
 @cute.jit

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute import arch
 
-from . import ptx
+from .views import Ints, Rows
 
 ROWS = 128
 """Rows of a tile."""
@@ -24,7 +24,7 @@ class Begins(NamedTuple):
     """Where the segment of each of this rank's experts begins."""
 
     experts: Int32
-    offs: Int64  # where each ends in memory; if `start` is None
+    offs: Ints | None  # where each ends in memory; if `start` is None
     start: Any = None  # where each begins, in shared memory
 
 
@@ -34,7 +34,7 @@ def begin_of(begins: Begins, expert: Int32) -> Int32:
     if const_expr(begins.start is not None):
         begin = begins.start[expert]
     elif expert > 0:
-        begin = ptx.ld_i32(begins.offs + Int64(expert - 1) * 4)
+        begin = begins.offs[expert - 1]
     return begin
 
 
@@ -99,7 +99,7 @@ class Tiles:
             else:
                 tiles = (to.num_rows + (ROWS - 1) * to.begins.experts) >> 7
         tile = cutlass.max(cutlass.min(base + (number >> 7), tiles - 1), 0)
-        return to.scales + Int64(tile) * (self.words * TILE_BYTES) + ((number & 31) * 16 + ((number >> 5) & 3) * 4)
+        return Rows(to.scales, self.words * TILE_BYTES).at(tile) + ((number & 31) * 16 + ((number >> 5) & 3) * 4)
 
     @cute.jit
     def clear(self, to: Any, expert: Int32, begin: Int32, kept: Int32, rows: Int32) -> None:
@@ -109,4 +109,4 @@ class Tiles:
         for number in cutlass.range(kept + arch.lane_idx(), (rows + ROWS - 1) // ROWS * ROWS, 32):
             at = self.at(to, base, number)
             for word in cutlass.range(self.words):
-                ptx.st_i32(at + Int64(word) * TILE_BYTES, Int32(0))
+                Ints(at, step=TILE_BYTES)[word] = Int32(0)

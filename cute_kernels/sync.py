@@ -60,7 +60,6 @@ from .heap import (
     FAILED,
     GAVE_UP,
     LATE,
-    NOTE_WORDS,
     NOTES,
     REJECTED,
     WAIT_BITS,
@@ -80,6 +79,7 @@ from .marks import (
     number_in,
     same_operation,
 )
+from .views import Words, view_of
 
 FLAGS = ("hello", "route", "staged", "chunk", "token", "fetched", "counted", "batch", "put_counts")
 """Kinds of flag that waits can give up, by the name of their heap section. A record contains the index."""
@@ -133,7 +133,7 @@ class Ranks(Carried):
         self.timeout_ns = args.timeout_ns
         self.terms = args.terms
         self.own = args.own
-        self.epoch, failed = ptx.ld_u64_pair(self.own + EPOCH * 8)
+        self.epoch, failed = ptx.ld_u64_pair(self.word(EPOCH))
         self.bank = self.epoch & 1
         self.mark = mark_of(self.epoch, self.terms, failed)
 
@@ -159,32 +159,58 @@ class Ranks(Carried):
 
     def peer(self, rank: Int32 | int) -> Int64:
         """Return the address of a rank's heap."""
-        return ptx.ld_constant(self.peers + Int64(rank) * 8)
+        return ptx.ld_constant(Words(self.peers).at(rank))
 
-    def at(self, base: Int64, name: str) -> Int64:
-        """Return the address of a section of the heap at `base`, in the bank that this operation uses."""
-        return base + self.heap.offset[name] + self.bank * self.heap.distance[name]
+    def word(self, number: int, heap: Int64 | None = None) -> Int64:
+        """Return the address of a word of a rank's own state (heap.py); `heap`: that of another rank."""
+        return Words(self.own if heap is None else heap).at(number)
 
-    def signal(self, flag: str, peer: Int32 | int, index: Int32 | int) -> None:
-        """Set flag `index` at `peer` with a system-scope release of what this thread, or its block before a barrier,
-        wrote. At a rank of another NVLink domain the flag orders nothing else."""
-        set_flag(self, flag, Int32(peer), Int32(index), True)
+    def view(self, name: str, heap: Int64 | None = None, nbytes: int = 0) -> Any:
+        """Return a section of this rank's heap, or of another `heap`, in the bank that this operation uses. `nbytes`:
+        bytes of a record, where this operation has shorter or longer ones."""
+        base = (self.own if heap is None else heap) + self.heap.offset[name] + self.bank * self.heap.distance[name]
+        return view_of(self.heap.section[name], base, nbytes)
 
-    def wait(self, flag: str, index: Int32 | int, peer: Int32 | int, detail: Int32 | int) -> Boolean:
-        """Wait for flag `index` of its kind, set by `peer`, and acquire it. Return False if the wait gave up
+    def offsets(self, name: str, nbytes: int = 0) -> Any:
+        """Return a section as `view` does, but of no heap: addresses are offsets, the same in all heaps."""
+        return self.view(name, Int64(0), nbytes)
+
+    def of_next(self, name: str) -> Any:
+        """Return a section of this rank's heap in the bank that the next operation uses."""
+        base = self.own + self.heap.offset[name] + (1 - self.bank) * self.heap.distance[name]
+        return view_of(self.heap.section[name], base)
+
+    def lasting(self, name: str, heap: Int64 | None = None) -> Any:
+        """Return a section that all operations share: `alarm`, `notes` or `waited`."""
+        base = (self.own if heap is None else heap) + self.heap.offset[name]
+        return view_of(self.heap.section[name], base)
+
+    def signal(self, flag: str, peer: Int32 | int, index: Any) -> None:
+        """Set the flag with this index (a number among all of its kind, or a tuple) at `peer` with a system-scope
+        release of what this thread, or its block before a barrier, wrote. At a rank of another NVLink domain the flag
+        orders nothing else."""
+        set_flag(self, flag, Int32(peer), index, True)
+
+    def wait(self, flag: str, index: Any, peer: Int32 | int, detail: Int32 | int) -> Boolean:
+        """Wait for the flag with this index, set by `peer`, and acquire it. Return False if the wait gave up
         (`why_stop`)."""
-        return await_flag(self, self.at(self.own, flag) + Int64(index) * 8, flag, Int32(peer), Int32(detail))
+        return await_flag(self, flag_at(self.view(flag), index), flag, Int32(peer), Int32(detail))
 
-    def seen(self, flag: str, index: Int32) -> Boolean:
-        """Return whether flag `index` of its kind is set, and acquire it if so."""
-        return ptx.ld_acquire_sys(self.at(self.own, flag) + Int64(index) * 8) == self.mark
+    def seen(self, flag: str, index: Any) -> Boolean:
+        """Return whether the flag with this index is set, and acquire it if so."""
+        return ptx.ld_acquire_sys(flag_at(self.view(flag), index)) == self.mark
+
+
+def flag_at(flags: Words, index: Any) -> Int64:
+    """Return the address of a flag. `index`: a number among all of its kind, or a tuple."""
+    return flags.at(*index) if isinstance(index, tuple) else flags.flat.at(index)
 
 
 @cute.jit
 def set_flag(
-    ranks: Ranks, flag: cutlass.Constexpr[str], peer: Int32, index: Int32, release: cutlass.Constexpr[bool]
+    ranks: Ranks, flag: cutlass.Constexpr[str], peer: Int32, index: Any, release: cutlass.Constexpr[bool]
 ) -> None:
-    offset = ranks.at(Int64(0), flag) + Int64(index) * 8
+    offset = flag_at(ranks.offsets(flag), index)
     if const_expr(not ranks.heap.problem.domains):
         store_flag(ranks.peer(peer) + offset, ranks.mark, release)
     else:
@@ -203,7 +229,7 @@ def again(ranks: Ranks) -> Ranks:
     """Return `ranks` with the epoch read again. A load that is issued here and used late does not delay the loads
     before it."""
     new = copy.copy(ranks)
-    new.epoch, failed = ptx.ld_u64_pair(ranks.own + EPOCH * 8)
+    new.epoch, failed = ptx.ld_u64_pair(ranks.word(EPOCH))
     new.bank = new.epoch & 1
     new.mark = mark_of(new.epoch, ranks.terms, failed)
     return new
@@ -221,7 +247,7 @@ def mark_of(epoch: Int64, terms: Int32, failed: Int64) -> Int64:
 def decide(ranks: Ranks, flag: cutlass.Constexpr[str], index: Int32, good: Boolean) -> None:
     """By one thread, behind a barrier of its block: release flag `index` of its kind in this rank's memory, from which
     `decided` learns whether it is `good`."""
-    ptx.st_release_sys(ranks.at(ranks.own, flag) + Int64(index) * 8, ranks.own_mark ^ Int64(1 - Int32(good)))
+    ptx.st_release_sys(ranks.view(flag).at(index), ranks.own_mark ^ Int64(1 - Int32(good)))
 
 
 @cute.jit
@@ -229,7 +255,7 @@ def decided(ranks: Ranks, flag: cutlass.Constexpr[str], index: Int32, waits: cut
     """By one thread: acquire what `decide` has released, and return whether it is good, or False if it is not of this
     operation. With `waits`, wait for it without a deadline: the deciding block runs already, and its waits have
     deadlines. All blocks that wait get the same answer."""
-    address = ranks.at(ranks.own, flag) + Int64(index) * 8
+    address = ranks.view(flag).at(index)
     word = ptx.ld_acquire_sys(address)
     if const_expr(waits):
         while (word ^ ranks.own_mark) >> 1 != 0:
@@ -282,12 +308,12 @@ def poll(
                 polls = Int32(0)
                 reason, instead = why_stop(ranks, start + (deadlines - 1) * ranks.timeout_ns, peer)
                 if const_expr(numbered):
-                    alarm = ptx.ld_acquire_sys(ranks.own + ranks.heap.offset["alarm"])
+                    alarm = ptx.ld_acquire_sys(ranks.lasting("alarm").base)
                     if alarm != 0:
                         reason, instead = Int32(PEER_FAILED), alarm
                 elif const_expr(flag != "chunk"):  # pulling warps, which await chunks, have no registers for a warning
                     if arch.globaltimer() - start > cutlass.min(ranks.timeout_ns // 10, Int64(LONG_NS)):
-                        if ptx.atom_claim(ranks.own + LATE * 8, ranks.mark) != ranks.mark:
+                        if ptx.atom_claim(ranks.word(LATE), ranks.mark) != ranks.mark:
                             write_report(ranks, 3, Int32(WAITING), Int32(FLAGS.index(flag)), peer, detail, seen)
         if const_expr(flag not in OWN_FLAGS):
             note_wait(ranks, peer, start)
@@ -306,11 +332,8 @@ def note_wait(ranks: Ranks, peer: Int32, start: Int64) -> None:
     """By one thread that has waited for `peer` since `start`: log the wait, unless a wait for that rank in this
     operation was longer. Does not wait."""
     lasted = cutlass.min((arch.globaltimer() - start) >> WAIT_UNIT, Int64((1 << WAIT_BITS) - 1))
-    index = (ranks.epoch & (NOTES - 1)) * ranks.world_size + peer
-    ptx.red_max(
-        ranks.own + ranks.heap.offset["waited"] + index * 8,
-        (ranks.epoch >> NOTES.bit_length() - 1 << WAIT_BITS) | lasted,
-    )
+    longest = ranks.lasting("waited").at(ranks.epoch & (NOTES - 1), peer)
+    ptx.red_max(longest, (ranks.epoch >> NOTES.bit_length() - 1 << WAIT_BITS) | lasted)
 
 
 @cute.jit
@@ -351,14 +374,14 @@ def why_stop(ranks: Ranks, start: Int64, peer: Int32) -> tuple[Int32, Int64]:
         limit = 2 * ranks.timeout_ns
     heed_alarm(ranks)
     if const_expr(ranks.heap.problem.num_domains > 1):
-        ptx.st_relaxed_sys(ranks.own + ALIVE * 8, arch.globaltimer())
-    failed = ptx.ld_acquire_sys(ranks.own + FAILED * 8)
+        ptx.st_relaxed_sys(ranks.word(ALIVE), arch.globaltimer())
+    failed = ptx.ld_acquire_sys(ranks.word(FAILED))
     if failed != 0 or arch.globaltimer() - start > limit:
         reason = Int32(TIMEOUT)
-    mark = ptx.ld_acquire_sys(ranks.at(ranks.own, "hello") + Int64(peer) * 8)
+    mark = ptx.ld_acquire_sys(ranks.view("hello").at(peer))
     heed_rejections(ranks)
     # A rank that rejects releases this flag before its hello: an acquire of the hello makes the flag visible.
-    rejection = ptx.ld_acquire_sys(ranks.at(ranks.own, "rejection"))
+    rejection = ptx.ld_acquire_sys(ranks.view("rejection").base)
     if mark != ranks.mark and same_operation(mark, ranks.mark):
         if const_expr(not ranks.heap.problem.domains):
             reason = Int32(MISMATCH)
@@ -374,8 +397,8 @@ def why_stop(ranks: Ranks, start: Int64, peer: Int32) -> tuple[Int32, Int64]:
 def heed_alarm(ranks: Ranks) -> None:
     """By any thread: copy an alarm of another NVLink domain, whose ranks set nothing else, to this rank's state."""
     if const_expr(ranks.heap.problem.num_domains > 1):
-        if ptx.ld_acquire_sys(ranks.own + ranks.heap.offset["alarm"]) != 0:
-            ptx.atom_fail_by_peer(ranks.own + FAILED * 8)
+        if ptx.ld_acquire_sys(ranks.lasting("alarm").base) != 0:
+            ptx.atom_fail_by_peer(ranks.word(FAILED))
 
 
 @cute.jit
@@ -404,8 +427,8 @@ def is_silent(ranks: Ranks, rank: Int32) -> Boolean:
     if rank != ranks.rank:
         if is_near(ranks, rank):
             heap = ranks.peer(rank)
-            since = arch.globaltimer() - ptx.ld_relaxed_sys(heap + ALIVE * 8)
-            its = base_of(ptx.ld_relaxed_sys(heap + EPOCH * 8))
+            since = arch.globaltimer() - ptx.ld_relaxed_sys(ranks.word(ALIVE, heap))
+            its = base_of(ptx.ld_relaxed_sys(ranks.word(EPOCH, heap)))
             found = since > ranks.timeout_ns // 2 and same_operation(its, ranks.mark)
     return found
 
@@ -415,9 +438,9 @@ def heed_rejections(ranks: Ranks) -> None:
     """By any thread: copy the rejection words that ranks of other NVLink domains set to the `rejection` flag."""
     if const_expr(ranks.heap.problem.num_domains > 1):
         for rank in cutlass.range(ranks.world_size):
-            word = ranks.at(ranks.own, "rejected") + Int64(rank) * 8
+            word = ranks.view("rejected").at(rank)
             if same_operation(ptx.ld_relaxed_sys(word), ranks.mark):
-                ptx.st_release_sys(ranks.at(ranks.own, "rejection"), ptx.ld_acquire_sys(word))
+                ptx.st_release_sys(ranks.view("rejection").base, ptx.ld_acquire_sys(word))
 
 
 @cute.jit
@@ -433,8 +456,8 @@ def fail(ranks: Ranks, reason: Int32, flag: cutlass.Constexpr[str], peer: Int32,
     if writes:
         record = Int32(2)
     else:
-        before = ptx.atom_claim(ranks.own + FAILED * 8)
-        ptx.st_u64(note_of(ranks) + GAVE_UP * 8, arch.globaltimer())
+        before = ptx.atom_claim(ranks.word(FAILED))
+        ptx.st_u64(note_of(ranks).at(GAVE_UP), arch.globaltimer())
         writes = before != 1
         if before == FAILED_BY_PEER:
             reason = Int32(PEER_FAILED)
@@ -451,7 +474,7 @@ def await_begun(ranks: Ranks, peer: Int32 | int) -> None:
 def await_word_of(ranks: Ranks, flag: cutlass.Constexpr[str], peer: Int32 | int) -> Int64:
     """By one thread: wait until `peer` has set its word of that kind in this operation, with any terms. Return the
     word, or 0 after the deadline. Rejections do not end this wait."""
-    address = ranks.at(ranks.own, flag) + Int64(peer) * 8
+    address = ranks.view(flag).at(peer)
     seen = ptx.ld_acquire_sys(address)
     start = arch.globaltimer()
     stop = Boolean(False)
@@ -469,7 +492,7 @@ def too_late(ranks: Ranks, start: Int64, flag: cutlass.Constexpr[str], peer: Int
     waiting."""
     stop = Boolean(False)
     heed_alarm(ranks)
-    failed = ptx.ld_acquire_sys(ranks.own + FAILED * 8)
+    failed = ptx.ld_acquire_sys(ranks.word(FAILED))
     if failed != 0 or arch.globaltimer() - start > ranks.timeout_ns:
         stop = Boolean(True)
         fail(ranks, Int32(TIMEOUT), flag, peer, Int32(0), seen)
@@ -495,10 +518,10 @@ def meet_all(ranks: Ranks, lane: Int32) -> None:
     arrived before.
     """
     heed_alarm(ranks)
-    failed = ptx.ld_relaxed_sys(ranks.own + FAILED * 8)
+    failed = ptx.ld_relaxed_sys(ranks.word(FAILED))
     for peer in cutlass.range(lane, ranks.world_size, arch.WARP_SIZE):
         if not meet(ranks, peer):
-            failed = ptx.ld_relaxed_sys(ranks.own + FAILED * 8)
+            failed = ptx.ld_relaxed_sys(ranks.word(FAILED))
     if failed != 0:
         pass_on(ranks, failed)
 
@@ -511,26 +534,26 @@ def pass_on(ranks: Ranks, failed: Int64) -> None:
     if failed == 1:
         alarm = own_alarm(ranks)
     else:
-        alarm = ptx.ld_acquire_sys(ranks.own + ranks.heap.offset["alarm"])
-        if ptx.atom_claim(ranks.own + FAILED * 8) == FAILED_BY_PEER:
+        alarm = ptx.ld_acquire_sys(ranks.lasting("alarm").base)
+        if ptx.atom_claim(ranks.word(FAILED)) == FAILED_BY_PEER:
             write_report(ranks, 0, Int32(PEER_FAILED), Int32(0), ranks.rank, Int32(0), alarm)
     peer = Int32(0)
     while alarm != 0 and peer < ranks.world_size:
         if const_expr(not ranks.heap.problem.domains):
-            send_alarm(ranks.peer(peer), ranks.heap.offset["alarm"], alarm)
+            send_alarm(ranks, ranks.peer(peer), alarm)
         else:
             if is_near(ranks, peer):
-                send_alarm(ranks.peer(peer), ranks.heap.offset["alarm"], alarm)
+                send_alarm(ranks, ranks.peer(peer), alarm)
             else:
                 # Two words may arrive in any order, so waits across domains check the alarm itself.
-                ranks.heap.problem.wire.put_value(ranks, peer, Int64(ranks.heap.offset["alarm"]), alarm)
+                ranks.heap.problem.wire.put_value(ranks, peer, ranks.lasting("alarm", Int64(0)).base, alarm)
         peer += 1
 
 
-def send_alarm(heap: Int64, at: int, alarm: Int64) -> None:
+def send_alarm(ranks: Ranks, heap: Int64, alarm: Int64) -> None:
     # The alarm is released by the word that makes waits give up.
-    ptx.st_relaxed_sys(heap + at, alarm)
-    ptx.atom_fail_by_peer(heap + FAILED * 8)
+    ptx.st_relaxed_sys(ranks.lasting("alarm", heap).base, alarm)
+    ptx.atom_fail_by_peer(ranks.word(FAILED, heap))
 
 
 @cute.jit
@@ -539,11 +562,12 @@ def own_alarm(ranks: Ranks) -> Int64:
     alarm = Int64(0)
     # The others know of a failure that a peer reported. While the thread that claimed the report is filling it, no
     # alarm is raised; the host raises it when it sees the report.
-    written = ptx.ld_acquire_sys(ranks.report)
-    if written != 0 and ptx.ld_relaxed_sys(ranks.report + 8) != PEER_FAILED:
+    report = Words(ranks.report)
+    written = ptx.ld_acquire_sys(report.base)
+    if written != 0 and ptx.ld_relaxed_sys(report.at(1)) != PEER_FAILED:
         shift = 0
         for word, bits in enumerate(ALARM_BITS, 1):  # the record has the same parts in the same order
-            alarm = alarm | ((ptx.ld_relaxed_sys(ranks.report + word * 8) & ((1 << bits) - 1)) << shift)
+            alarm = alarm | ((ptx.ld_relaxed_sys(report.at(word)) & ((1 << bits) - 1)) << shift)
             shift += bits
     return alarm
 
@@ -553,23 +577,23 @@ def write_report(
     ranks: Ranks, record: Int32 | int, reason: Int32, flag: Int32, peer: Int32, detail: Int32, seen: Int64
 ) -> None:
     """Write a host-visible record. Its done mark is released last."""
-    report = ranks.report + record * REPORT_WORDS * 8
+    report = Words(ranks.report, REPORT_WORDS).part(record)
     words = Record(1, reason, flag, ranks.rank, peer, detail, ranks.mark, seen)
     for i in range_constexpr(1, len(words)):
-        ptx.st_u64(report + i * 8, Int64(words[i]))
-    ptx.st_release_sys(report, Int64(1))
+        ptx.st_u64(report.at(i), Int64(words[i]))
+    ptx.st_release_sys(report.base, Int64(1))
 
 
 @cute.jit
 def reject(ranks: Ranks, reason: cutlass.Constexpr[int], detail: Int32, value: Int32) -> None:
     """Report an invalid value in the second record, if it is the first since the host last read it."""
-    if ptx.atom_claim(ranks.own + REJECTED * 8) == 0:
+    if ptx.atom_claim(ranks.word(REJECTED)) == 0:
         write_report(ranks, 1, Int32(reason), Int32(0), ranks.rank, detail, Int64(value))
 
 
-def note_of(ranks: Ranks) -> Int64:
-    """Return the address of this operation's log entry."""
-    return ranks.own + ranks.heap.offset["notes"] + (ranks.epoch & (NOTES - 1)) * (NOTE_WORDS * 8)
+def note_of(ranks: Ranks) -> Words:
+    """Return this operation's log entry."""
+    return ranks.lasting("notes").part(ranks.epoch & (NOTES - 1))
 
 
 def fence_async() -> None:

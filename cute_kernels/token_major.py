@@ -7,7 +7,6 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute import arch
 
-from . import ptx
 from .experts import local_experts
 from .heap import Problem
 from .ids import thread_id
@@ -26,9 +25,9 @@ def clear_choices(
     i = Int64(copies) * p.top_k + (block * threads + thread_id())
     while i < Int64(args.capacity) * p.top_k:
         if const_expr(ids):
-            ptx.st_i32(args.recv_idx + i * 4, Int32(-1))
+            args.recv_idx[i] = Int32(-1)
         if const_expr(weights):
-            ptx.st_i32(args.recv_weights + i * 4, Int32(0))
+            args.recv_weights.bits[i] = Int32(0)
         i += blocks * threads
 
 
@@ -49,8 +48,7 @@ def write_counts(ranks: Ranks, named: Any, args: Any) -> None:
             kept = named[local] - dropped
         upto = inclusive_sum(kept)
         if local < held:
-            at = Int64(local) * 4
-            ptx.st_i32(args.offs + at, before + upto)
-            ptx.st_i32(args.counts + at, kept)
-            ptx.st_i32(args.dropped + at, dropped)
+            args.offs[local] = before + upto
+            args.counts[local] = kept
+            args.dropped[local] = dropped
         before += arch.shuffle_sync(upto, 31)

@@ -9,12 +9,13 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute import arch
 
-from cute_kernels import operation, ptx, sync
-from cute_kernels.heap import Heap, Problem
+from cute_kernels import operation, sync
+from cute_kernels.heap import Heap, Problem, records, words
 from cute_kernels.internode.sending import word_of
 from cute_kernels.internode.wire import copy_by_warp
 from cute_kernels.launch import Kernel, RankArgs
 from cute_kernels.marks import NUMBER_BITS
+from cute_kernels.views import Ints, Rows
 
 WARPS, MOST_BLOCKS = 2, 2
 BATCH_ROWS = 3
@@ -30,9 +31,9 @@ class BatchHeap(Heap):
         ranks, rows = problem.world_size, problem.max_tokens
         self.batches = max(1, -(-rows // BATCH_ROWS))
         self.take(
-            outgoing=MOST_BLOCKS * WARPS * BATCH_ROWS * problem.row_bytes,
-            incoming=ranks * rows * problem.row_bytes,
-            words=ranks * self.batches * 8,
+            outgoing=records(BATCH_ROWS * problem.row_bytes, MOST_BLOCKS * WARPS),
+            incoming=records(problem.row_bytes, ranks, rows),
+            words=words(ranks, self.batches),
         )
 
 
@@ -57,9 +58,9 @@ class BatchesArgs(NamedTuple):
 
     ranks: RankArgs
     x: Int64  # [W, max_tokens, H] rows for each rank
-    counts: Int64  # int32 [W] how many of them go
+    counts: Ints  # [W] how many of them go
     out: Int64  # [W, max_tokens, H] rows from each rank
-    came: Int64  # int32 [W] how many of them came
+    came: Ints  # [W] how many of them came
     blocks: Int32
 
 
@@ -85,7 +86,6 @@ class Batches(Kernel):
         block, _, _ = arch.block_idx()
         lane = arch.lane_idx()
         warp = arch.make_warp_uniform(tid // 32)
-        none = Int64(0)
         if block == 0:
             operation.say_hello(ranks, tid, 32 * WARPS, False)
 
@@ -93,19 +93,18 @@ class Batches(Kernel):
         while item < world_size * batches:
             peer = item // batches
             batch = item - peer * batches
-            total = ptx.ld_i32(args.counts + Int64(peer) * 4)
+            total = args.counts[peer]
             first = batch * BATCH_ROWS
             rows = total - first
             last = Int32(rows <= BATCH_ROWS)
             if rows > BATCH_ROWS:
                 rows = Int32(BATCH_ROWS)
-            word = ranks.at(none, "words") + Int64(ranks.rank * batches + batch) * 8
+            word = ranks.offsets("words").at(ranks.rank, batch)
             if rows > 0:
-                given = args.x + Int64(peer * problem.max_tokens + first) * row_bytes
-                here = ranks.at(none, "outgoing") + Int64(block * WARPS + warp) * (BATCH_ROWS * row_bytes)
+                given = Rows(args.x, row_bytes, problem.max_tokens).at(peer, first)
+                here = ranks.offsets("outgoing").at(block * WARPS + warp)
                 copy_by_warp(ranks.own + here, given, rows * row_bytes)
-                there = ranks.at(none, "incoming")
-                there += Int64(ranks.rank * problem.max_tokens + first) * row_bytes
+                there = ranks.offsets("incoming").at(ranks.rank, first)
                 wire.put_signal(ranks, peer, there, here, rows * row_bytes, word, batch_word(ranks, rows, last))
                 wire.flush(ranks)
             elif batch == 0 and lane == 0:
@@ -117,7 +116,7 @@ class Batches(Kernel):
             total, batch, more = Int32(0), Int32(0), Int32(1)
             while more != 0:
                 found = Int32(-1)
-                word = ranks.at(none, "words") + Int64(source * batches + batch) * 8
+                word = ranks.offsets("words").at(source, batch)
                 if lane == 0:
                     found = Int32(sync.await_word(ranks, ranks.own + word, source, batch))
                 wire.arrived(ranks, word, lane == 0)
@@ -125,12 +124,12 @@ class Batches(Kernel):
                 more = Int32(0)
                 if found >= 0:
                     rows = found & (LAST - 1)
-                    place = Int64(source * problem.max_tokens + batch * BATCH_ROWS) * row_bytes
-                    copy_by_warp(args.out + place, ranks.at(ranks.own, "incoming") + place, rows * row_bytes)
+                    to = Rows(args.out, row_bytes, problem.max_tokens).at(source, batch * BATCH_ROWS)
+                    copy_by_warp(to, ranks.view("incoming").at(source, batch * BATCH_ROWS), rows * row_bytes)
                     total += rows
                     more = Int32((found & LAST) == 0)
                 batch += 1
             if lane == 0:
-                ptx.st_i32(args.came + Int64(source) * 4, total)
+                args.came[source] = total
             source += args.blocks * WARPS
         operation.finish(ranks, args.blocks)

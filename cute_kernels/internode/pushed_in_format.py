@@ -10,6 +10,7 @@ from .. import sync
 from ..copies import nth_bit, pop_lowest
 from ..ids import warp_id
 from ..quantized_sums import SumSlices, add_slice, store_slice
+from ..views import Rows
 
 
 @cute.jit
@@ -22,7 +23,8 @@ def add_pushed_in_format(
     p = ranks.heap.problem
     slices = wire.plain.slices
     acc = cute.make_rmem_tensor((wire.plain.values,), Float32)
-    rows = ranks.at(ranks.own, "rows") + Int64(slot * p.most_copies * p.max_tokens + first_token) * wire.row_bytes
+    rows = ranks.view("rows", nbytes=wire.row_bytes)
+    pushed = Rows(rows.at(slot * p.most_copies * p.max_tokens + first_token), wire.row_bytes)
     for item in cutlass.range(Int32(warp_id()), Int32(arch.popc(mask)) * slices, threads // 32):
         row = item // slices
         piece = item - row * slices
@@ -33,6 +35,6 @@ def add_pushed_in_format(
             acc[i] = Float32(0.0)
         while copies != 0:
             copy, copies = pop_lowest(copies)
-            at = rows + Int64(copy * p.max_tokens + token) * wire.row_bytes + piece * wire.slice_bytes
+            at = pushed.at(copy * p.max_tokens + token) + piece * wire.slice_bytes
             add_slice(wire, at, last, acc)
-        store_slice(wire, acc, to + Int64(row) * wire.row_bytes + piece * wire.slice_bytes, last)
+        store_slice(wire, acc, Rows(to, wire.row_bytes).at(row) + piece * wire.slice_bytes, last)

@@ -22,6 +22,7 @@ from ..domains import on_rail, position_of, rank_at, slot_there
 from ..experts import holder_of
 from ..ids import thread_id, warp_id
 from ..marks import has_number, with_number
+from ..views import Ints, Rows, Vectors
 
 VECTORS = 4
 """How many vectors of a batch a thread loads before it stores them."""
@@ -41,14 +42,12 @@ def batches_of(ranks: sync.Ranks, max_tokens: Int32) -> Int32:
 def offset_of_batch(ranks: sync.Ranks, name: str, slot: Int32, batch: Int32, room: int = 0) -> Int64:
     """Return the offset of a batch in a section of rows with slots. Its rows are contiguous, with the size that is
     sent. `room`: bytes of a row, if not those of a row of the dtype."""
-    p = ranks.heap.problem
-    each = p.batch_tokens * (room or p.row_bytes)
-    return ranks.at(Int64(0), name) + Int64((slot - 1) * ranks.heap.batches + batch) * each
+    return ranks.offsets(name, ranks.heap.problem.batch_tokens * room).at(slot - 1, batch)
 
 
-def word_at(ranks: sync.Ranks, name: str, slot: Int32, index: Int32, each: int) -> Int64:
-    """Return the offset of a word in a section with slots of `each` words."""
-    return ranks.at(Int64(0), name) + Int64((slot - 1) * each + index) * 8
+def word_at(ranks: sync.Ranks, name: str, slot: Int32, index: Int32) -> Int64:
+    """Return the offset of a word in a section with slots."""
+    return ranks.offsets(name).at(slot - 1, index)
 
 
 def row_in(mask: Int32, token: Int32 | int) -> Int32:
@@ -98,7 +97,7 @@ def put_batch(
     p = ranks.heap.problem
     mask, here, row_bytes = what
     to, target = slot_there(ranks, slot), on_rail(ranks, slot)
-    word = word_at(ranks, words, to, batch, ranks.heap.batches)
+    word = word_at(ranks, words, to, batch)
     if mask != 0:
         there = offset_of_batch(ranks, "rows_in", to, batch, room)
         nbytes = Int32(arch.popc(mask)) * row_bytes
@@ -127,13 +126,13 @@ def copy_rows(
         words = []
         for i in range_constexpr(VECTORS):
             token, at = vector_of(row_bytes, mask, numbers[i])
-            words.append(ptx.ld_v4(source + Int64(token) * row_bytes + at))
+            words.append(ptx.ld_v4(Rows(source, row_bytes).at(token) + at))
         for i in range_constexpr(VECTORS):
-            ptx.st_v4(to + Int64(numbers[i]) * 16, words[i])
+            Vectors(to)[numbers[i]] = words[i]
 
 
 @cute.jit
-def needed(ranks: sync.Ranks, topk_idx: Int64, batch: Int32, tokens: Int32, domain: Int32) -> Int32:
+def needed(ranks: sync.Ranks, topk_idx: Ints, batch: Int32, tokens: Int32, domain: Int32) -> Int32:
     """By a whole warp: which tokens of a batch name an expert of a domain, as bits."""
     p = ranks.heap.problem
     lane = Int32(arch.lane_idx())
@@ -143,7 +142,7 @@ def needed(ranks: sync.Ranks, topk_idx: Int64, batch: Int32, tokens: Int32, doma
         experts = cute.make_rmem_tensor((p.top_k,), Int32)
         # All loads first: they are in flight together.
         for k in range_constexpr(p.top_k):
-            experts[k] = ptx.ld_i32(topk_idx + Int64(token * p.top_k + k) * 4)
+            experts[k] = topk_idx[token * p.top_k + k]
         for k in range_constexpr(p.top_k):
             expert = experts[k]
             if expert >= 0 and expert < p.num_experts:
@@ -164,9 +163,9 @@ def send_weights(
     slot = Int32(warp_id()) + 1
     while slot < p.num_domains and ranks.goes_on:
         to = slot_there(ranks, slot)
-        there = ranks.at(Int64(0), "weights_in") + Int64(to - 1) * ranks.heap.weights_bytes + Int64(first) * each
-        here = ranks.at(Int64(0), "weights") + Int64(first) * each
-        word = word_at(ranks, "weighed", to, tile, p.tiles)
+        there = Rows(ranks.offsets("weights_in").part(to - 1).base, each).at(first)
+        here = Rows(ranks.offsets("weights").base, each).at(first)
+        word = word_at(ranks, "weighed", to, tile)
         nbytes = cutlass.max(end - first, 0) * each
         p.wire.put_signal(ranks, on_rail(ranks, slot), there, here, nbytes, word, word_of(ranks, 0))
         slot += warps
@@ -196,14 +195,14 @@ def relay(
         number = item // others
         slot = item - number * others + 1
         source = on_rail(ranks, slot)
-        word = word_at(ranks, "batch", slot, number, ranks.heap.batches)
-        flag = ranks.at(Int64(0), "relayed") + Int64(source * ranks.heap.batches + number) * 8
+        word = word_at(ranks, "batch", slot, number)
+        flag = ranks.offsets("relayed").at(source, number)
         if item >= batches:
             number = (item - batches) // others
             slot = item - batches - number * others + 1
             source = on_rail(ranks, slot)
-            word = word_at(ranks, "weighed", slot, number, p.tiles)
-            flag = ranks.at(Int64(0), "relayed_weights") + Int64(source * p.tiles + number) * 8
+            word = word_at(ranks, "weighed", slot, number)
+            flag = ranks.offsets("relayed_weights").at(source, number)
         seen, came = Int64(0), Boolean(False)
         if item < count:
             seen = ptx.ld_acquire_sys(ranks.own + word)

@@ -7,7 +7,7 @@ and puts the sums of the batch on the wire, with one word that contains a bit ma
 request gets no reply.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -21,6 +21,7 @@ from ..experts import holder_of
 from ..heap import Problem
 from ..ids import warp_id
 from ..quantized_sums import SumSlices
+from ..views import Floats, Ints, Rows, Vectors
 from .pushed_in_format import add_pushed_in_format
 from .sending import batches_of, copy_rows, offset_of_batch, put_batch, row_in, vector_of, word_at, word_of
 
@@ -46,14 +47,9 @@ def number_there(problem: Problem, slot: Int32 | int, number: Int32) -> Int32:
     return number * Int32(slot == 0)
 
 
-def offset_of_copy(problem: Problem, slot: Int32, number: Int32, token: Int32, row_bytes: int) -> Int64:
-    """Return the offset of a copy's sum of `row_bytes` from that of the first copy."""
-    return Int64((slot * problem.most_copies + number) * problem.max_tokens + token) * row_bytes
-
-
 @cute.jit
 def ask(
-    ranks: sync.Ranks, ids: cutlass.Constexpr[bool], topk_idx: Int64, send_rows: Int64, tokens: Int32,
+    ranks: sync.Ranks, ids: cutlass.Constexpr[bool], topk_idx: Ints, send_rows: Ints, tokens: Int32,
     max_tokens: Int32, first: Int32, step: Int32,
 ) -> None:  # fmt: skip
     """By a warp, `first` of `step`: what this rank wants of its batches, from all other domains. `ids`: and which
@@ -62,15 +58,13 @@ def ask(
     lane = Int32(arch.lane_idx())
     batch = Int32(first)
     while batch < batches_of(ranks, max_tokens) and ranks.goes_on:
-        here = ranks.at(Int64(0), "wanted_out") + Int64(batch) * ranks.heap.wanted_bytes
-        slots = ranks.heap.batches * ranks.heap.wanted_bytes  # bytes of a slot
         for i in cutlass.range(p.batch_tokens):
             token = batch * p.batch_tokens + i
             row, expert = Int32(-1), Int32(-1)
             if token < tokens and lane < p.top_k:
-                at = Int64(token * p.top_k + lane) * 4
-                row = ptx.ld_i32(send_rows + at)
-                expert = ptx.ld_i32(topk_idx + at)
+                entry = token * p.top_k + lane
+                row = send_rows[entry]
+                expert = topk_idx[entry]
             copies = copies_of(p, expert, row)
             theirs = slot_of(ranks, cutlass.max(copies.holder, 0))
             for slot in cutlass.range(1, p.num_domains):
@@ -78,27 +72,33 @@ def ask(
                 if copies.expected != 0 and theirs == slot:
                     bit = Int32(1) << number_there(p, slot, copies.number)
                 wanted = arch.warp_redux_sync(bit, "or")
-                address = ranks.own + here + (slot - 1) * slots
+                request = request_at(ranks, ranks.view("wanted_out").at(slot - 1, batch))
                 if lane == 0:
-                    ptx.st_i32(address + Int64(i) * 4, wanted)
+                    request.masks[i] = wanted
                 if const_expr(ids):
                     if lane < p.top_k:
-                        ptx.st_i32(address + offset_of_id(ranks, i, lane), expert)
+                        request.ids[i, lane] = expert
         arch.sync_warp()
         for slot in cutlass.range(1, p.num_domains):
             to = slot_there(ranks, slot)
-            there = ranks.at(Int64(0), "wanted_in") + Int64(to - 1) * slots + Int64(batch) * ranks.heap.wanted_bytes
-            word = word_at(ranks, "wanted", to, batch, ranks.heap.batches)
+            there = ranks.offsets("wanted_in").at(to - 1, batch)
+            word = word_at(ranks, "wanted", to, batch)
             p.wire.put_signal(
-                ranks, on_rail(ranks, slot), there, here + (slot - 1) * slots,
+                ranks, on_rail(ranks, slot), there, ranks.offsets("wanted_out").at(slot - 1, batch),
                 Int32(ranks.heap.wanted_bytes if ids else ranks.heap.masks_bytes), word, word_of(ranks, 0),
             )  # fmt: skip
         batch += step
 
 
-def offset_of_id(ranks: sync.Ranks, token: Int32 | int, k: Int32) -> Int64:
-    """Return the offset of an id in the request of a batch; `token` counts within the batch."""
-    return Int64(ranks.heap.masks_bytes) + Int64(token * ranks.heap.problem.weights_each + k) * 4
+class Request(NamedTuple):
+    """What an owner asks for of a batch, by the number of the token in the batch."""
+
+    masks: Ints  # copies that have rows, as bits
+    ids: Ints  # [token, k] experts that the token names
+
+
+def request_at(ranks: sync.Ranks, address: Int64) -> Request:
+    return Request(Ints(address), Ints(address + ranks.heap.masks_bytes, ranks.heap.problem.weights_each))
 
 
 @cute.jit
@@ -143,7 +143,8 @@ def pass_sums(
                     add_pushed(ranks, threads, slot, batch, wanted, mask)
                 else:
                     # Sums of single copies need no adding, and if no token is left out they lie without gaps.
-                    pushed = ranks.at(Int64(0), "rows") + offset_of_copy(p, slot, Int32(0), token, row_bytes)
+                    first = slot * p.most_copies * p.max_tokens
+                    pushed = ranks.offsets("rows", row_bytes).at(first + token)
                     if mask & (mask + 1) == 0:
                         here = pushed
                     else:
@@ -160,7 +161,7 @@ def await_wanted(ranks: sync.Ranks, slot: Int32, batch: Int32, owner: Int32) -> 
     p = ranks.heap.problem
     lane = Int32(arch.lane_idx())
     came = Int64(0)
-    word = word_at(ranks, "wanted", slot, batch, ranks.heap.batches)
+    word = word_at(ranks, "wanted", slot, batch)
     if lane == 0:
         came = sync.await_word(ranks, ranks.own + word, owner, batch)
     p.wire.arrived(ranks, word, lane == 0)
@@ -168,8 +169,7 @@ def await_wanted(ranks: sync.Ranks, slot: Int32, batch: Int32, owner: Int32) -> 
     complete = arch.shuffle_sync(Int32(came >= 0), 0) != 0
     wanted = Int32(0)
     if complete and lane < p.batch_tokens:
-        at = Int64((slot - 1) * ranks.heap.batches + batch) * ranks.heap.wanted_bytes + Int64(lane) * 4
-        wanted = ptx.ld_i32(ranks.at(ranks.own, "wanted_in") + at)
+        wanted = request_at(ranks, ranks.view("wanted_in").at(slot - 1, batch)).masks[lane]
     return wanted, complete
 
 
@@ -211,7 +211,7 @@ def suspects(ranks: sync.Ranks, start: Int64, token: Int32) -> Boolean:
     gone = Boolean(False)
     for index in cutlass.range(arch.lane_idx(), p.domain_ranks, arch.WARP_SIZE):
         peer = rank_at(ranks, domain, index)
-        hello = ptx.ld_acquire_sys(ranks.at(ranks.own, "hello") + Int64(peer) * 8)
+        hello = ptx.ld_acquire_sys(ranks.view("hello").at(peer))
         if hello != ranks.mark:
             if sync.gives_up(ranks, start, "token", peer, token, hello):
                 gone = Boolean(True)
@@ -227,7 +227,7 @@ def add_pushed(
     p = ranks.heap.problem
     values = VECTORS * (16 // p.itemsize)
     acc = cute.make_rmem_tensor((values,), Float32)
-    rows = ranks.at(ranks.own, "rows")
+    rows = ranks.view("rows")
     to = ranks.own + offset_of_batch(ranks, "rows_out", slot, batch)
     total = Int32(arch.popc(mask)) * (p.row_bytes // 16)
     # Lanes of a warp go on together, since they ask each other for `wanted`.
@@ -241,7 +241,7 @@ def add_pushed(
             token, at = vector_of(p.row_bytes, mask, numbers[u])
             left[u] = arch.shuffle_sync(wanted, token)
             copy[u] = lowest(left[u])
-            addresses[u] = rows + Int64(batch * p.batch_tokens + token) * p.row_bytes + at
+            addresses[u] = rows.at(batch * p.batch_tokens + token) + at
         for i in range_constexpr(values):
             acc[i] = Float32(0.0)
         more = Int32(1)
@@ -250,9 +250,8 @@ def add_pushed(
             words: list[Any] = []
             for u in range_constexpr(VECTORS):
                 # For a token with fewer copies than another one, the last is loaded again and not added.
-                words.extend(
-                    ptx.ld_v4(addresses[u] + Int64((slot * p.most_copies + copy[u]) * p.max_tokens) * p.row_bytes)
-                )
+                copies = Rows(addresses[u], p.row_bytes)
+                words.extend(ptx.ld_v4(copies.at((slot * p.most_copies + copy[u]) * p.max_tokens)))
             found = ptx.unpack(words, p.dtype)
             each = values // VECTORS
             for u in range_constexpr(VECTORS):
@@ -265,15 +264,15 @@ def add_pushed(
                     more = Int32(1)
         sums = ptx.pack([acc[i] for i in range(values)], p.dtype)
         for u in range_constexpr(VECTORS):
-            ptx.st_v4(to + Int64(numbers[u]) * 16, sums[4 * u : 4 * u + 4])
+            Vectors(to)[numbers[u]] = sums[4 * u : 4 * u + 4]
 
 
-def offset_of_copy_scalars(ranks: sync.Ranks, slot: Int32, holder: Int32, token: Int32) -> Int64:
-    """Return the offset of the `top_k` scalars of a token-major row of `holder`, at the token's owner or its stager.
+def copy_scalars(ranks: sync.Ranks, heap: Int64, slot: Int32, holder: Int32, token: Int32) -> Floats:
+    """Return the `top_k` scalars of a token-major row of `holder`, in the heap of the token's owner or of its stager.
     They use the space of a dispatch's messages, which has room for as many of each rank."""
     p = ranks.heap.problem
     row = (slot * p.domain_ranks + index_of(ranks, holder)) * p.max_tokens + token
-    return ranks.at(Int64(0), "messages") + Int64(row) * (p.weights_each * 4)
+    return Floats(ranks.view("messages", heap).base, p.weights_each).part(row)
 
 
 @cute.jit
@@ -282,34 +281,33 @@ def pick_scalars(ranks: sync.Ranks, slot: Int32, batch: Int32) -> None:
     Those of experts elsewhere, and of copies without a row, are left as they are."""
     p = ranks.heap.problem
     domain, _ = position_of(ranks, ranks.rank)
-    asked = Int64((slot - 1) * ranks.heap.batches + batch) * ranks.heap.wanted_bytes
-    asked += ranks.at(ranks.own, "wanted_in")
-    scalars = ranks.at(ranks.own, "scalars") + Int64(slot * p.max_tokens * p.weights_each) * 4
+    request = request_at(ranks, ranks.view("wanted_in").at(slot - 1, batch))
+    scalars = ranks.view("scalars").part(slot)
     for i in cutlass.range(arch.lane_idx(), p.batch_tokens * p.top_k, arch.WARP_SIZE):
         of_batch = i // p.top_k
         k = i - of_batch * p.top_k
         token = batch * p.batch_tokens + of_batch
-        expert = ptx.ld_i32(asked + offset_of_id(ranks, of_batch, k))
+        expert = request.ids[of_batch, k]
         if expert >= 0 and expert < p.num_experts:
             holder = holder_of(p, expert)
             theirs, _ = position_of(ranks, holder)
             if theirs == domain:
-                at = ranks.own + offset_of_copy_scalars(ranks, slot, holder, token) + Int64(k) * 4
-                ptx.st_f32(scalars + Int64(token * p.weights_each + k) * 4, ptx.ld_f32(at))
+                scalars[token * p.weights_each + k] = copy_scalars(ranks, ranks.own, slot, holder, token)[k]
 
 
 @cute.jit
 def put_scalars(ranks: sync.Ranks, owner: Int32, slot: Int32, batch: Int32) -> None:
     """By a whole warp: those of a batch of another domain's tokens, whether or not they are of experts here."""
     p = ranks.heap.problem
-    each = p.weights_each * 4
     to = slot_there(ranks, slot)
-    first = Int64(batch * p.batch_tokens)
-    here = ranks.at(Int64(0), "scalars") + (Int64(slot) * p.max_tokens + first) * each
-    there = ranks.at(Int64(0), "scalars_in") + (Int64(to - 1) * p.max_tokens + first) * each
-    nbytes = cutlass.min(Int32(p.max_tokens - batch * p.batch_tokens), Int32(p.batch_tokens)) * each
-    word = word_at(ranks, "returned", to, batch, ranks.heap.batches)
-    p.wire.put_signal(ranks, owner, there, here, nbytes, word, word_of(ranks, 0))
+    first = batch * p.batch_tokens * p.weights_each
+    here, there = ranks.offsets("scalars"), ranks.offsets("scalars_in")
+    tokens = cutlass.min(Int32(p.max_tokens - batch * p.batch_tokens), Int32(p.batch_tokens))
+    nbytes = tokens * (p.weights_each * here.step)
+    word = word_at(ranks, "returned", to, batch)
+    p.wire.put_signal(
+        ranks, owner, there.at(to - 1, first), here.at(slot, first), nbytes, word, word_of(ranks, 0)
+    )  # fmt: skip
 
 
 @cute.jit
@@ -343,10 +341,10 @@ def await_sums(
         key = domain * 64 if in_two_parts(p) else Int32(64)  # behind those of its own domain
         stager = on_rail(ranks, slot)
         if const_expr(scalars):
-            word = word_at(ranks, "returned", slot, batch, ranks.heap.batches)
+            word = word_at(ranks, "returned", slot, batch)
             came = sync.await_word(ranks, ranks.own + word, stager, token, 2) >= 0
         if const_expr(rows):
-            word = word_at(ranks, "sum", slot, batch, ranks.heap.batches)
+            word = word_at(ranks, "sum", slot, batch)
             mask = sync.await_word(ranks, ranks.own + word, stager, token, 2)
             came = came and mask >= 0
             row = row_in(Int32(mask), token - batch * p.batch_tokens)

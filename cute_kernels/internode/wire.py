@@ -90,7 +90,7 @@ def count_put(ranks: Ranks, rank: Int32, number: Int32) -> None:
     """By thread 0 of those that put something to `rank`."""
     if const_expr(ranks.heap.problem.num_domains > 1):
         if number == 0:
-            ptx.atom_inc(ranks.at(ranks.own, "puts") + Int64(rank) * 8)
+            ptx.atom_inc(ranks.view("puts").at(rank))
 
 
 # ---------------------------------------------------------------------- NVLink

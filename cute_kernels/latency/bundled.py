@@ -13,10 +13,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint16, range_constexpr
+from cutlass import Boolean, Int32, Uint16, range_constexpr
 from cutlass.cute import arch
 
-from .. import ptx, sync
+from .. import sync
 from ..copies import lowest
 from ..domains import is_near
 from ..experts import local_experts
@@ -55,7 +55,7 @@ def tokens_for(problem: cutlass.Constexpr[Problem], args: Any, rank: Int32, firs
         names = Boolean(False)
         for k in range_constexpr(problem.top_k):
             if begin + lane < args.tokens:
-                expert = ptx.ld_i32(args.topk_idx + Int64((begin + lane) * problem.top_k + k) * 4)
+                expert = args.topk_idx[(begin + lane) * problem.top_k + k]
                 names = names or (expert >= low and expert < high)
         left = Int32(arch.vote_ballot_sync(names))
         while left != 0:
@@ -114,8 +114,8 @@ def number_sums(ranks: sync.Ranks, args: Any, order: Any, warp: Int32) -> None:
             mine, kept = Int32(0), Int32(0)  # the token's entries there, and those of them that have rows, as bits
             for k in range_constexpr(p.top_k):
                 if token < args.tokens:
-                    at = Int64(token * p.top_k + k) * 4
-                    expert, row = ptx.ld_i32(args.topk_idx + at), ptx.ld_i32(args.send_rows + at)
+                    entry = token * p.top_k + k
+                    expert, row = args.topk_idx[entry], args.send_rows[entry]
                     if expert >= low and expert < high:
                         mine = mine | (Int32(1) << k)
                         if row >= 0:

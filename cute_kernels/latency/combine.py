@@ -27,6 +27,7 @@ from ..domains import is_near
 from ..experts import holder_of
 from ..ids import block_ids, warp_id
 from ..rows import Width
+from ..views import Rows
 from .bundled import first_of, number_sums
 from .combine_sender import BATCH, CombineSender, LatencyCombineArgs, report_bad_row
 from .far import Order, await_far, end, have_put, order_of
@@ -39,11 +40,12 @@ from .packets import (
     hold_epoch,
     lane_offset,
     open_next_epoch,
+    part_of,
     seal,
     store_payload,
 )
 from .reach import Peers
-from .sizes import PACKET_BYTES, PAYLOAD_BYTES
+from .sizes import PAYLOAD_BYTES
 from .sum_packets import numbers_in, quantize_again, scale_in, store_sums
 
 COPIES = 4
@@ -144,9 +146,9 @@ class LatencyCombine(CombineSender):
             own = seal(self.words_of(args, row, packet, lane, batch), lane, Int64(0))
 
             now = by_mark(ranks)
-            address = now.at(now.own, "lines") + packet * PACKET_BYTES + lane * 16
+            address = part_of(now.view("lines").base, packet, lane)
             if const_expr(p.num_domains == 1):
-                address += Int64(token) * self.row_stride
+                address = Rows(address, self.row_stride).at(token)
             for i in range_constexpr(self.values):
                 acc[i] = Float32(0.0)
             if const_expr(p.num_domains > 1):
@@ -164,12 +166,11 @@ class LatencyCombine(CombineSender):
             if item + share.step >= args.tokens * count:
                 self.end_waits(share.warp)
             if const_expr(self.format != ""):
-                row_of_token = args.out + Int64(token) * p.row_bytes
-                store_sums(Width(p.hidden_size, p.dtype), acc, packet, lane, row_of_token)
+                store_sums(Width(p.hidden_size, p.dtype), acc, packet, lane, Rows(args.out, p.row_bytes).at(token))
             else:
                 packed = ptx.pack([acc[i] for i in range(self.values)], p.dtype)
                 offset = packet * PAYLOAD_BYTES + lane_offset(lane)
-                store_payload(packed, lane, args.out + Int64(token) * p.row_bytes, offset, p.row_bytes)
+                store_payload(packed, lane, Rows(args.out, p.row_bytes).at(token), offset, p.row_bytes)
             item += share.step
         self.trigger_dependents(share.warp)
         # Reported behind the loop, in which registers are scarce.
@@ -181,9 +182,9 @@ class LatencyCombine(CombineSender):
         p = self.problem
         row, expert = Int32(-1), Int32(-1)
         if lane < p.top_k:
-            at = Int64(token * p.top_k + lane) * 4
-            row = ptx.ld_i32(args.send_rows + at)
-            expert = ptx.ld_i32(args.topk_idx + at)
+            entry = token * p.top_k + lane
+            row = args.send_rows[entry]
+            expert = args.topk_idx[entry]
         holder = holder_of(p, expert)
         names = expert >= 0 and expert < p.num_experts
         holders = set_of(p, holder, names)
@@ -204,7 +205,7 @@ class LatencyCombine(CombineSender):
         p = self.problem
         expert = Int32(-1)
         if arch.lane_idx() < p.top_k:
-            expert = ptx.ld_i32(args.topk_idx + Int64(token * p.top_k + arch.lane_idx()) * 4)
+            expert = args.topk_idx[token * p.top_k + arch.lane_idx()]
         holder = holder_of(p, expert)
         names = expert >= 0 and expert < p.num_experts
         if below(set_of(p, holder, names), holder) != number or not names:
@@ -263,9 +264,9 @@ class LatencyCombine(CombineSender):
         lane = Int32(arch.lane_idx())
         row, expert = Int32(-1), Int32(-1)
         if lane < p.top_k:
-            at = Int64(token * p.top_k + lane) * 4
-            row = ptx.ld_i32(args.send_rows + at)
-            expert = ptx.ld_i32(args.topk_idx + at)
+            entry = token * p.top_k + lane
+            row = args.send_rows[entry]
+            expert = args.topk_idx[entry]
         copies = copies_of(p, expert, row)
         if copies.holder != ranks.rank:
             row = Int32(-1)
@@ -300,7 +301,7 @@ class LatencyCombine(CombineSender):
                         waiting = waiting | (1 << u)
 
             def address_of(u: int, first: Int32 = first) -> Int64:
-                return address + Int64(arch.shuffle_sync(order.line, first + u)) * self.row_stride
+                return Rows(address, self.row_stride).at(arch.shuffle_sync(order.line, first + u))
 
             def gives_up(start: Int64, u: Int32, first: Int32 = first) -> Boolean:
                 peer = arch.shuffle_sync(order.holder, first + u)

@@ -20,10 +20,11 @@ from ..copies import pop_lowest
 from ..domains import is_near
 from ..formats import Form
 from ..launch import Kernel, RankArgs
+from ..views import Floats, Ints
 from .bundled import bundle_of, bundles
 from .far import FarTarget, put_packets
 from .lookup import copy_at, look_up, row_at
-from .packets import WarpShare, Words, lane_vector, seal, st_line
+from .packets import WarpShare, Words, lane_vector, part_of, seal, st_line
 from .reach import Peers, heap_of
 from .row_sums import add_rows
 from .sizes import PACKET_BYTES, PAYLOAD_VECTORS, packets
@@ -38,9 +39,9 @@ BATCH = 4
 class LatencyCombineArgs(NamedTuple):
     ranks: RankArgs
     y: Int64
-    recv_weights: Int64
-    topk_idx: Int64
-    send_rows: Int64
+    recv_weights: Floats
+    topk_idx: Ints
+    send_rows: Ints
     arrivals: Int64
     out: Int64
     tokens: Int32
@@ -103,8 +104,8 @@ class CombineSender(SplitOperation, Kernel):
             now = sync.again(ranks)
             packet = item % count
             words = self.words_of(args, row, packet, lane, BATCH)
-            at = Int64(line) * self.row_stride + packet * PACKET_BYTES + lane * 16
-            st_line(now.at(heap_of(peers, owner), "lines") + at, seal(words, lane, now.mark))
+            row_at = now.view("lines", heap_of(peers, owner), self.row_stride).at(line)
+            st_line(part_of(row_at, packet, lane), seal(words, lane, now.mark))
 
         self.send_copies(ranks, args, (share.first, share.step), count, True, send)
 
@@ -116,9 +117,9 @@ class CombineSender(SplitOperation, Kernel):
             def words_of(packet: Int32) -> Words:
                 return self.words_of(args, row, packet, share.lane, BATCH)
 
-            at = Int64(owner * self.tokens + line % self.tokens) * self.row_stride
             to = FarTarget(owner, line, self.row_stride)
-            put_packets(ranks, share, "lines", to, at, self.row_packets, words_of)
+            place = owner * self.tokens + line % self.tokens
+            put_packets(ranks, share, "lines", to, place, self.row_packets, words_of)
 
         self.send_copies(ranks, args, (share.block, share.blocks), 1, False, send)
 
@@ -172,8 +173,8 @@ class CombineSender(SplitOperation, Kernel):
             owner, first = bundle_of(ranks, item)
             copy, sums = Copy(Int32(0), Int32(0), Int32(0), Int32(0)), Int32(0)
             if not is_near(ranks, owner):
-                begin = ptx.ld_i32(at.sources + Int64(owner) * 4) + first
-                end = ptx.ld_i32(at.sources + Int64(owner + 1) * 4)
+                begin = at.sources[owner] + first
+                end = at.sources[owner + 1]
                 sums = cutlass.min(end - begin, cutlass.min(args.max_tokens - first, p.wire.rows))
                 index = begin + share.lane
                 if share.lane < sums and index >= 0 and index < args.num_rows:
@@ -181,9 +182,8 @@ class CombineSender(SplitOperation, Kernel):
                 copy = guarded(ranks, args.num_rows, args.max_tokens, copy)
             if sums > 0:
                 words_of = partial(self.bundled_sum, args, copy, last)
-                here = Int64(owner * self.tokens + first) * self.row_stride
                 to = FarTarget(owner, ranks.rank * self.tokens + first, self.row_stride)
-                put_packets(ranks, share, "lines", to, here, sums * count, words_of)
+                put_packets(ranks, share, "lines", to, owner * self.tokens + first, sums * count, words_of)
         report_bad_row(ranks, last[0], args.num_rows)
 
     @cute.jit
@@ -194,7 +194,7 @@ class CombineSender(SplitOperation, Kernel):
         begin, rows = arch.shuffle_sync(copy.begin, i), arch.shuffle_sync(copy.rows, i)
         row = Int32(-1)
         if lane < rows:
-            row, _ = ptx.ld_pair(lists(args.arrivals, args.num_rows).owned + Int64(begin + lane) * 8)
+            row, _ = lists(args.arrivals, args.num_rows).owned[begin + lane]
         last[0] = cutlass.max(last[0], row)
         if row >= args.num_rows:
             row = Int32(-1)

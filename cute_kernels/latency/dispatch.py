@@ -32,6 +32,7 @@ from ..ids import block_ids, thread_id, warp_id
 from ..segments import padded
 from ..swizzled import Begins
 from ..token_major import clear_choices
+from ..views import Rows, Vectors
 from .bundled import first_of, number_of, number_rows
 from .dispatch_sender import DispatchSender, LatencyDispatchArgs
 from .far import await_far, end, have_put
@@ -49,6 +50,7 @@ from .packets import (
     load_packets,
     marks,
     open_next_epoch,
+    part_of,
     receive_packet,
     seal,
     store_payload,
@@ -236,10 +238,8 @@ class LatencyDispatch(DispatchSender):
                 if const_expr(p.num_domains > 1):
                     if not is_near(ranks, source):
                         await_far(ranks, "routes", Boolean(lane == 0), source, source, Int32(0))
-                at = Int64(source * ranks.heap.route_packets + packet) * PACKET_BYTES + lane * 16
-                w0, w1, w2, w3 = receive_packet(
-                    ranks, ranks.at(ranks.own, "routes") + at, "route", source, bid == blocks - 1, lane
-                )
+                at = part_of(ranks.view("routes").at(source, packet), 0, lane)
+                w0, w1, w2, w3 = receive_packet(ranks, at, "route", source, bid == blocks - 1, lane)
                 if marks(lane) and (w2 & w3) == Uint32(0xFFFFFFFF):  # which is the mark of no kind of operation
                     missing = Int32(1)
             keep_route(tables, source, packet, (w0, w1, w2, w3), lane)
@@ -251,7 +251,7 @@ class LatencyDispatch(DispatchSender):
         """By the block that placed all experts: the rows of this rank's entries."""
         first = args.ranks.rank * source_stride(args.max_tokens * self.problem.top_k)
         for i in cutlass.range(thread_id(), args.tokens * self.problem.top_k, THREADS):
-            ptx.st_i32(args.send_rows + Int64(i) * 4, tables.rows[first + i])
+            args.send_rows[i] = tables.rows[first + i]
 
     @cute.jit
     def clear_padding(self, tables: RouteTables, args: LatencyDispatchArgs, share: WarpShare) -> None:
@@ -284,7 +284,7 @@ class LatencyDispatch(DispatchSender):
         if const_expr(self.delivery.tiles is None):
             return to
         first, end = local_experts(self.problem, args.ranks.rank)
-        return to._replace(begins=Begins(end - first, Int64(0), tables.start))
+        return to._replace(begins=Begins(end - first, None, tables.start))
 
     @cute.jit
     def take_rows(
@@ -371,7 +371,7 @@ class LatencyDispatch(DispatchSender):
         if const_expr(self.format != ""):
             return row_words(self.delivery.form, self.given, False, ranks, args, token, packet, lane)
         vector = cutlass.min((packet * PAYLOAD_VECTORS + lane_vector(lane)) * 16, p.row_bytes - 16)
-        return ptx.ld_v4(args.x + Int64(token) * p.row_bytes + vector)
+        return ptx.ld_v4(Rows(args.x, p.row_bytes).at(token) + vector)
 
     @cute.jit
     def store_on_arrival(
@@ -404,10 +404,10 @@ class LatencyDispatch(DispatchSender):
 
     def waits_of(self, ranks: sync.Ranks, batch: Batch, item: Int32, share: WarpShare) -> tuple[Any, Any]:
         """Return how a warp waits for the packets of a batch that begins with `item` (see `packets.await_packets`)."""
-        staging = ranks.at(ranks.own, "lines")
+        staging = Vectors(ranks.view("lines").base)
 
         def address_of(u: int) -> Int64:
-            return staging + Int64(batch.vectors[u]) * 16
+            return staging.at(batch.vectors[u])
 
         def gives_up(start: Int64, u: Int32) -> Boolean:
             late = item + share.step * u
@@ -441,8 +441,8 @@ class LatencyDispatch(DispatchSender):
         else:
             while left != 0:
                 k, left = pop_lowest(left)
-                row = Int64(arch.shuffle_sync(batch.rows[u], k))
-                store_payload(words, lane, args.recv_x + row * p.row_bytes, offset, p.row_bytes)
+                row = arch.shuffle_sync(batch.rows[u], k)
+                store_payload(words, lane, Rows(args.recv_x, p.row_bytes).at(row), offset, p.row_bytes)
 
     @cute.jit
     def await_rows(
@@ -491,8 +491,8 @@ class LatencyDispatch(DispatchSender):
                         weight = Int32(0)
                         if asked_expert(tables, source, k, low, high) >= 0:
                             weight = Int32(words[i])
-                        ptx.st_i32(args.recv_weights + (Int64(row) * p.top_k + first + i) * 4, weight)
+                        args.recv_weights.bits[Int64(row) * p.top_k + first + i] = weight
                     else:
                         row = tables.rows[source * stride + k]
                         if row >= 0:
-                            ptx.st_i32(args.recv_weights + Int64(row) * 4, Int32(words[i]))
+                            args.recv_weights.bits[row] = Int32(words[i])

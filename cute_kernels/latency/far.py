@@ -19,7 +19,8 @@ from .. import operation, ptx, sync
 from ..copies import Copies, RankSet, below, lowest, set_of
 from ..domains import position_of
 from ..heap import EPOCH, TICKET
-from .packets import THREADS, WARPS, WarpShare, Words, seal, st_line
+from ..views import Rows
+from .packets import THREADS, WARPS, WarpShare, Words, part_of, seal, st_line
 from .sizes import PACKET_BYTES
 
 
@@ -32,34 +33,36 @@ class FarTarget(NamedTuple):
 
 
 @cute.jit
-def store_far(ranks: sync.Ranks, area: cutlass.Constexpr[str], at: Int64, words: Words) -> None:
+def store_far(ranks: sync.Ranks, address: Int64, words: Words) -> None:
     """Store a part of a packet in the send area, unless this rank has given up, because the area may still be read."""
     if ranks.goes_on:
-        st_line(ranks.at(ranks.own, area) + at, words)
+        st_line(address, words)
 
 
 @cute.jit
-def put_far(ranks: sync.Ranks, area: cutlass.Constexpr[str], to: FarTarget, at: Int64, count: Int32) -> None:
-    """By the whole block that has stored `count` packets in the send area, from `at` on."""
+def put_far(ranks: sync.Ranks, area: cutlass.Constexpr[str], to: FarTarget, place: Int32, count: Int32) -> None:
+    """By the whole block that has stored `count` packets in the send area, from index `place` on."""
     # Warps may not agree on whether this rank has given up.
     if ptx.barrier_count(1 - Int32(ranks.goes_on)) == 0:
-        there = ranks.at(Int64(0), area) + Int64(to.number) * to.stride
-        here = ranks.at(Int64(0), f"{area}_out") + at
-        word = ranks.at(Int64(0), f"{area}_words") + Int64(to.number) * 8
+        there = Rows(ranks.offsets(area).base, to.stride).at(to.number)
+        here = Rows(ranks.offsets(f"{area}_out").base, to.stride).at(place)
+        word = ranks.offsets(f"{area}_words").at(to.number)
         wire = ranks.heap.problem.wire
         wire.put_signal_by_block(ranks, THREADS, to.rank, there, here, count * PACKET_BYTES, word, ranks.mark)
 
 
 @cute.jit
 def put_packets(
-    ranks: sync.Ranks, share: WarpShare, area: cutlass.Constexpr[str], to: FarTarget, at: Int64, count: Int32 | int,
-    words_of: Callable[..., Words],
+    ranks: sync.Ranks, share: WarpShare, area: cutlass.Constexpr[str], to: FarTarget, place: Int32,
+    count: Int32 | int, words_of: Callable[..., Words],
 ) -> None:  # fmt: skip
-    """By a whole block: seals `count` packets, `words_of(packet)`, into the send area from `at` on, and puts them."""
+    """By a whole block: seals `count` packets, `words_of(packet)`, into the send area from index `place` on, and puts
+    them."""
+    first = Rows(ranks.view(f"{area}_out").base, to.stride).at(place)
     for packet in cutlass.range(share.warp, count, WARPS):
         words = seal(words_of(packet), share.lane, ranks.mark)
-        store_far(ranks, f"{area}_out", at + packet * PACKET_BYTES + share.lane * 16, words)
-    put_far(ranks, area, to, at, Int32(count))
+        store_far(ranks, part_of(first, packet, share.lane), words)
+    put_far(ranks, area, to, place, Int32(count))
 
 
 @cute.jit
@@ -68,7 +71,7 @@ def await_far(
 ) -> Boolean:  # fmt: skip
     """By a whole warp: each lane that `waits` acquires the word of what `peer` puts at index `number` of the area.
     Return False in a lane whose wait is given up. The acquires of all lanes are ordered before later reads of any."""
-    word = ranks.at(Int64(0), f"{area}_words") + Int64(number) * 8
+    word = ranks.offsets(f"{area}_words").at(number)
     came = Boolean(True)
     if waits:
         flag = "token" if area == "lines" else "route"
@@ -80,18 +83,18 @@ def await_far(
 
 def have_put(ranks: sync.Ranks) -> None:
     """By one thread of every block, when the block puts nothing any more."""
-    ptx.atom_inc_acq_rel(ranks.own + TICKET * 8)
+    ptx.atom_inc_acq_rel(ranks.word(TICKET))
 
 
 @cute.jit
 def end(ranks: sync.Ranks) -> None:
     """By one thread that has met all ranks: ends the operation, in which all blocks have put what they put."""
     blocks, _, _ = arch.grid_dim()
-    while ptx.ld_acquire_gpu(ranks.own + TICKET * 8) != blocks:
+    while ptx.ld_acquire_gpu(ranks.word(TICKET)) != blocks:
         pass
     operation.end_rejected(ranks)
-    ptx.st_u64(ranks.own + TICKET * 8, Int64(0))
-    ptx.st_u64(ranks.own + EPOCH * 8, ranks.epoch + 1)
+    ptx.st_u64(ranks.word(TICKET), Int64(0))
+    ptx.st_u64(ranks.word(EPOCH), ranks.epoch + 1)
 
 
 @cute.jit

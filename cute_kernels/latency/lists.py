@@ -1,14 +1,19 @@
 """The lists of arrivals of a route (../arrivals.py), written by a block that has placed the entries of this rank's
-experts."""
+experts.
+
+Lanes look at the entries of whole tokens: 16 tokens of two entries. In the example of ../arrivals.py, rank 1 sees all
+four tokens at once. Lanes 0, 2, 3 and 4 keep rows (0, 3, 1, 2), and lanes 0, 2 and 4 are the first of their tokens to
+keep one, so these write copies 0, 1 and 2, which begin at `owned` 0, 1 and 3.
+"""
 
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Int32, Uint32
 from cutlass.cute import arch
 
-from .. import arrivals, ptx
+from .. import arrivals
 from ..copies import low_bits
 from ..experts import holder_of, local_experts
 from ..heap import Problem
@@ -115,10 +120,10 @@ def write_lists(problem: cutlass.Constexpr[Problem], tables: RouteTables, args: 
             rows = arch.warp_redux_sync(rows, "add")
     if warp == WARPS - 1 and lane == 0:
         # The last warp has added up everything.
-        ptx.st_pair(lists.copies + Int64(copies) * 8, rows, Int32(-1))
-        ptx.st_i32(lists.sources + problem.world_size * 4, copies)
+        lists.copies[copies] = rows, Int32(-1)
+        lists.sources[problem.world_size] = copies
     if args.max_tokens == 0 and tid < problem.world_size:
-        ptx.st_i32(lists.sources + Int64(tid) * 4, Int32(0))
+        lists.sources[tid] = Int32(0)
 
 
 @cute.jit
@@ -131,9 +136,9 @@ def write_group(problem: cutlass.Constexpr[Problem], args: Any, group: Group, co
     at = rows + Int32(arch.popc(group.kept & before))
     home = group.token * problem.most_copies + copy_number(problem, args.ranks.rank, group.expert)
     if group.row >= 0:
-        ptx.st_pair(lists.owned + Int64(at) * 8, group.row, group.token * problem.top_k + lane % problem.top_k)
+        lists.owned[at] = group.row, group.token * problem.top_k + lane % problem.top_k
     if (group.firsts >> lane) & 1 != 0:
-        ptx.st_pair(lists.copies + Int64(copy) * 8, at, home)
+        lists.copies[copy] = at, home
     begins_source(problem, args, group.token, copy)
 
 
@@ -145,8 +150,7 @@ def begins_source(problem: cutlass.Constexpr[Problem], args: Any, token: Int32, 
     if first_entry and token < args.max_tokens * problem.world_size:
         source = token // args.max_tokens
         if token == source * args.max_tokens:
-            at = arrivals.lists(args.arrivals, args.capacity).sources + Int64(source) * 4
-            ptx.st_i32(at, copy)
+            arrivals.lists(args.arrivals, args.capacity).sources[source] = copy
 
 
 @cute.jit
@@ -156,4 +160,4 @@ def own_weights(problem: cutlass.Constexpr[Problem], tables: RouteTables, args: 
     for i in cutlass.range(share.block * THREADS + thread_id(), args.tokens * problem.top_k, share.blocks * THREADS):
         row = tables.rows[args.ranks.rank * source_stride(entries) + i]
         if row >= 0:
-            ptx.st_i32(args.recv_weights + Int64(row) * 4, ptx.ld_i32(args.topk_weights + Int64(i) * 4))
+            args.recv_weights.bits[row] = args.topk_weights.bits[i]

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Int32, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
-from .. import ptx, sync
+from .. import sync
 from ..arrivals import Copy, Lists, guarded, lists, token_of
 from ..copies import lowest
 from ..heap import Problem
@@ -43,7 +43,7 @@ def look_up(
     those of lane 0 should lie."""
     p = ranks.heap.problem
     at = lists(args.arrivals, args.num_rows)
-    total = ptx.ld_i32(at.sources + p.world_size * 4)
+    total = at.sources[p.world_size]
     index = index_of_item(p, ranks.rank, args.max_tokens, item // each)
     copy = Copy(Int32(0), Int32(0), Int32(0), Int32(0))
     listed = item < args.max_tokens * (p.world_size * each) and index < args.num_rows
@@ -80,9 +80,9 @@ def rows_near(problem: cutlass.Constexpr[Problem], args: Any, index: Int32) -> N
         expected = index  # where there is no more room than for one each, as of token-major rows
     begin = cutlass.max(expected - 24, 0)
     last = cutlass.max(args.num_rows - 1, 0)
-    at = lists(args.arrivals, args.num_rows).owned
-    row, _ = ptx.ld_pair(at + Int64(cutlass.min(begin + lane, last)) * 8)
-    behind, _ = ptx.ld_pair(at + Int64(cutlass.min(begin + 32 + lane, last)) * 8)
+    owned = lists(args.arrivals, args.num_rows).owned
+    row, _ = owned[cutlass.min(begin + lane, last)]
+    behind, _ = owned[cutlass.min(begin + 32 + lane, last)]
     return Near(begin, row, behind)
 
 
@@ -110,9 +110,7 @@ def index_of_item(problem: cutlass.Constexpr[Problem], rank: Int32, max_tokens: 
 @cute.jit
 def copy_at(problem: cutlass.Constexpr[Problem], at: Lists, index: Int32, max_tokens: Int32) -> Copy:
     """By each lane: copy `index` of the list, garbage if there are not so many."""
-    address = at.copies + Int64(index) * 8
-    begin, home = ptx.ld_pair(address)
-    end = ptx.ld_i32(address + 8)
+    begin, home, end = at.copies.with_next(index)
     each = Uint32(max_tokens) * problem.most_copies  # homes of a source
     source = Int32(0)
     if const_expr(problem.world_size > COMPARED):
@@ -142,5 +140,5 @@ def row_at(at: Lists, near: Near, found: Found, lanes: Int32) -> Int32:
         if lane >= rows:
             row = Int32(-1)
     elif lane < rows:
-        row, _ = ptx.ld_pair(at.owned + Int64(begin + lane) * 8)
+        row, _ = at.owned[begin + lane]
     return row

@@ -20,7 +20,7 @@ from ..copies import lowest
 from ..heap import EPOCH, TICKET
 from ..marks import SHIFT
 from ..sync import POLLS_PER_CHECK, Ranks, await_begun, note_wait, warp_gives_up
-from .sizes import WARPS
+from .sizes import PACKET_BYTES, WARPS
 
 THREADS = 32 * WARPS
 
@@ -62,6 +62,11 @@ def st_line(addr: Int64, words: Sequence[Any]) -> None:
 def st_v2(addr: Int64, words: Sequence[Any]) -> None:
     """Store 8 bytes."""
     arch.inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[addr, words[0], words[1]])
+
+
+def part_of(packets: Int64, number: Int32, lane: Int32) -> Int64:
+    """Return the address of a lane's 16 bytes in the packet of that number, from the address of consecutive packets."""
+    return packets + number * PACKET_BYTES + lane * 16
 
 
 def lane_vector(lane: Int32) -> Int32:
@@ -224,8 +229,8 @@ def open_next_epoch(ranks: Ranks) -> None:
     ticket = arch.inline_ptx(
         "atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], 1;",
         write_only_types=[Int32],
-        read_only_args=[ranks.own + TICKET * 8],
+        read_only_args=[ranks.word(TICKET)],
     )
     if ticket == blocks - 1:
-        ptx.st_u64(ranks.own + TICKET * 8, Int64(0))
-        ptx.st_u64(ranks.own + EPOCH * 8, ranks.epoch + 1)
+        ptx.st_u64(ranks.word(TICKET), Int64(0))
+        ptx.st_u64(ranks.word(EPOCH), ranks.epoch + 1)

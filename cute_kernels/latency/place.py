@@ -4,6 +4,9 @@ another.
 The row of an entry is the start of its expert's segment plus the number of earlier entries of that expert, in the order
 of (source rank, token, k). A block that moves rows places the experts of its rank; the block that writes the route
 places all experts.
+
+In the example of ../arrivals.py, rank 1 places experts 2 and 3. `asked` is 3 1, `start` 0 3, and `rows` of the entries
+of rank 0 is 0 -1 3 1, of those of rank 1 2 -1 -1 -1.
 """
 
 from collections.abc import Callable
@@ -12,10 +15,9 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint16, Uint32, range_constexpr
+from cutlass import Boolean, Int32, Uint16, Uint32, range_constexpr
 from cutlass.cute import arch
 
-from .. import ptx
 from ..carried import Carried
 from ..experts import local_experts
 from ..heap import ALIGNMENT, CAPACITY, SLOTS, Problem
@@ -105,7 +107,7 @@ def same_as_earlier(
         earlier[i] = earlier[i - 1]
     earlier[0] = Int32(-1)
     if first >= back and first - back < entries:
-        earlier[0] = ptx.ld_i32(args.topk_idx + Int64(first - back) * 4)
+        earlier[0] = args.topk_idx[first - back]
     same = Int32(0)
     for i in range_constexpr(8):
         if ids[i] == earlier[i] and back <= number[i]:
@@ -124,7 +126,7 @@ def own_route_words(ranks: Ranks, args: Any, packet: Int32, lane: Int32, report:
     for i in range_constexpr(8):
         ids[i] = Int32(-1)
         if first + i >= 0 and first + i < entries:
-            ids[i] = ptx.ld_i32(args.topk_idx + Int64(first + i) * 4)
+            ids[i] = args.topk_idx[first + i]
     again = Int32(0)
     if args.slots < 0:
         again = named_before(problem, args, first, ids)
@@ -142,7 +144,7 @@ def own_route_words(ranks: Ranks, args: Any, packet: Int32, lane: Int32, report:
             words[i // 2] = words[i // 2] | (Uint32(expert) << 16)
     if cutlass.const_expr(report):
         if bad >= 0:
-            reject(ranks, BAD_EXPERT, first + bad, ptx.ld_i32(args.topk_idx + Int64(first + bad) * 4))
+            reject(ranks, BAD_EXPERT, first + bad, args.topk_idx[first + bad])
     if vector == 0:
         words[0] = Uint32(args.capacity)
         words[1] = Uint32(args.alignment)

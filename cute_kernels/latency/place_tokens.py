@@ -4,6 +4,9 @@ rank.
 The row of a token is the number of earlier tokens, in the order of (source rank, token), that name an expert of this
 rank. Each block that stores rows computes it on its own, one token for each lane. Two blocks write what no row depends
 on: the rows of this rank's tokens at all ranks, and the lists of arrivals.
+
+In the example of ../arrivals.py, rank 1 has the rows 0 1 for the tokens of rank 0, and 2 -1 for its own, of which the
+second names no expert here. `copies` is [0, 1] [1, 2] [2, 5] and `owned` [0, 0] [1, 2] [2, 4], a row for each copy.
 """
 
 from typing import Any
@@ -131,7 +134,7 @@ def write_send_rows(problem: cutlass.Constexpr[Problem], tables: RouteTables, ar
                 if holder >= 0:
                     if row >= Int32(tables.route[holder * tables.route_stride + CAPACITY]):
                         row = Int32(-1)
-                ptx.st_i32(args.send_rows + Int64((token - own) * top_k + lane % top_k) * 4, row)
+                args.send_rows[(token - own) * top_k + lane % top_k] = row
         if turn == 0:
             # All warps' counts come before they are added up, and the sums before the numbers.
             arch.sync_threads()
@@ -168,28 +171,28 @@ def write_copies(ranks: Ranks, tables: RouteTables, args: Any, total: Int32, wei
         earlier = Uint32(here & arch.lanemask_lt()) >> Uint32(lane - k)
         home = token * p.most_copies + copy_number(p, ranks.rank, expert)
         if row >= 0:
-            at = (Int64(row) * p.top_k + k) * 4
-            ptx.st_i32(args.recv_idx + at, local)
+            at = Int64(row) * p.top_k + k
+            args.recv_idx[at] = local
             if const_expr(weights):
                 mine = token - ranks.rank * args.max_tokens
                 if mine >= 0 and mine < args.max_tokens:
                     weight = Int32(0)
                     if local >= 0:
-                        weight = ptx.ld_i32(args.topk_weights + Int64(mine * p.top_k + k) * 4)
-                    ptx.st_i32(args.recv_weights + at, weight)
+                        weight = args.topk_weights.bits[mine * p.top_k + k]
+                    args.recv_weights.bits[at] = weight
             if local >= 0 and earlier == 0:
-                ptx.st_pair(out.copies + Int64(row) * 8, row, home)
-                ptx.st_pair(out.owned + Int64(row) * 8, row, token * p.top_k + k)
+                out.copies[row] = row, home
+                out.owned[row] = row, token * p.top_k + k
         if local >= 0:
             ptx.add_shared(tables.asked.iterator + local, Int32(1))
             if row < 0:
                 ptx.add_shared(tables.asked.iterator + (p.local_experts + local), Int32(1))
     kept = cutlass.min(total, args.capacity)
     for i in cutlass.range(tid, p.world_size, THREADS):
-        ptx.st_i32(out.sources + Int64(i) * 4, tables.start[i])
+        out.sources[i] = tables.start[i]
     if tid == 0:
-        ptx.st_i32(out.sources + p.world_size * 4, kept)
-        ptx.st_pair(out.copies + Int64(kept) * 8, kept, Int32(-1))
+        out.sources[p.world_size] = kept
+        out.copies[kept] = kept, Int32(-1)
     # All warps' counts come before their sums.
     arch.sync_threads()
     if warp == 0:

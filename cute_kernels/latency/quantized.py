@@ -10,7 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Int32, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx
@@ -19,6 +19,7 @@ from ..delivery import Arrived, Delivery
 from ..formats import Form
 from ..quantize import decode, encode, exact_scale, given_word, largest, of_group, scale_of
 from ..sync import Ranks
+from ..views import Bytes, Rows
 from .packets import Words, lane_offset, lane_vector, marks, store_payload
 
 VECTORS = 28
@@ -60,7 +61,7 @@ def row_words(
     words = cute.make_rmem_tensor((4,), Uint32)
     if const_expr(given):
         vector = cutlass.min(packet * VECTORS + mine, last)
-        got = ptx.ld_v4(args.x + Int64(token) * p.hidden_size + vector * 16)
+        got = ptx.ld_v4(Rows(args.x, p.hidden_size).at(token) + vector * 16)
         for i in range_constexpr(4):
             words[i] = got[i]
             if mine == SCALES:
@@ -69,7 +70,7 @@ def row_words(
                     for j in range_constexpr(4):
                         column = packet * blocks_of(form) + 4 * i + j
                         if 4 * i + j < blocks_of(form) and column < form.scales:
-                            byte = ptx.ld_u8(args.scales + Int64(token) * form.scales + column)
+                            byte = Bytes(Rows(args.scales, form.scales).at(token))[column]
                             words[i] = words[i] | (Uint32(byte) << (8 * j))
                 else:
                     column = first * 16 // form.block + i
@@ -80,7 +81,7 @@ def row_words(
         parts = p.itemsize  # 16 bytes each
         numbers = cute.make_rmem_tensor((4 * parts,), Uint32)
         for part in range_constexpr(parts):
-            got = ptx.ld_v4(args.x + Int64(token) * p.row_bytes + (vector * parts + part) * 16)
+            got = ptx.ld_v4(Rows(args.x, p.row_bytes).at(token) + (vector * parts + part) * 16)
             for i in range_constexpr(4):
                 numbers[4 * part + i] = got[i]
         amax = of_group(largest(numbers, 0, 4 * parts, p.dtype), form.block // 16)
@@ -103,7 +104,7 @@ def row_words(
             words[i] = Uint32(0)
             if const_expr(weights):
                 if packet * 4 + i < p.top_k:
-                    words[i] = Uint32(ptx.ld_i32(args.topk_weights + Int64(token * p.top_k + packet * 4 + i) * 4))
+                    words[i] = Uint32(args.topk_weights.bits[token * p.top_k + packet * 4 + i])
     return words[0], words[1], words[2], words[3]
 
 
@@ -142,12 +143,12 @@ def store_row(
         row = arch.shuffle_sync(rows, lowest(left))
         left = left & (left - 1)
         if const_expr(delivery.layout != ""):
-            store_payload(words, lane, to.rows + Int64(row) * p.hidden_size, offset, p.hidden_size)
+            store_payload(words, lane, Rows(to.rows, p.hidden_size).at(row), offset, p.hidden_size)
             at = delivery.scales_at(to, row)
             if holds:
                 delivery.store_scale(at, column, mine)
         elif offset < p.hidden_size:
-            out = to.rows + Int64(row) * p.row_bytes + offset * p.itemsize
+            out = Rows(to.rows, p.row_bytes).at(row) + offset * p.itemsize
             for i in range_constexpr(0, len(numbers), 4):
                 # Lanes with a mark have half as many codes.
                 if 8 * i < 4 * len(numbers) or not marks(lane):

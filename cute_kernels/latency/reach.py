@@ -9,6 +9,7 @@ from .. import ptx
 from ..carried import Carried
 from ..copies import words_of
 from ..heap import Problem
+from ..views import Words
 
 
 class Peers(Carried):
@@ -22,7 +23,7 @@ class Peers(Carried):
     def __init__(self, problem: Problem, table: Int64, lane: Int32) -> None:
         last = problem.world_size - 1
         self.held = tuple(
-            ptx.ld_constant(table + Int64(cutlass.min(lane + 32 * i, last)) * 8) for i in range(words_of(problem))
+            ptx.ld_constant(Words(table).at(cutlass.min(lane + 32 * i, last))) for i in range(words_of(problem))
         )
 
 

@@ -4,12 +4,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx
 from ..copies import pop_lowest
 from ..heap import RowSizes
+from ..views import Rows
 
 
 @cute.jit
@@ -24,7 +25,7 @@ def add_rows(
     weight = Float32(1.0)
     if const_expr(weighted):
         if row >= 0:
-            weight = ptx.ld_f32(args.recv_weights + Int64(row) * 4)
+            weight = args.recv_weights[row]
     for i in range_constexpr(numbers):
         acc[i] = Float32(0.0)
     words = cute.make_rmem_tensor((4 * vectors * batch,), Uint32)
@@ -34,7 +35,7 @@ def add_rows(
         for b in range_constexpr(batch):
             if loading != 0:
                 k, loading = pop_lowest(loading)
-                at = args.y + Int64(arch.shuffle_sync(row, k)) * sizes.row_bytes + offset
+                at = Rows(args.y, sizes.row_bytes).at(arch.shuffle_sync(row, k)) + offset
                 for u in range_constexpr(vectors):
                     got = ptx.ld_v4(at + 16 * u)
                     for i in range_constexpr(4):
@@ -61,4 +62,4 @@ def fetch_rows(
         left = left & (left - 1)
     while left != 0:
         k, left = pop_lowest(left)
-        ptx.prefetch(args.y + Int64(arch.shuffle_sync(row, k)) * sizes.row_bytes + offset)
+        ptx.prefetch(Rows(args.y, sizes.row_bytes).at(arch.shuffle_sync(row, k)) + offset)

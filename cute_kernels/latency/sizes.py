@@ -8,7 +8,7 @@ two operations have the same mark. This memory is therefore separate from the st
 import bisect
 from typing import Any
 
-from ..heap import Heap, Problem
+from ..heap import Heap, Problem, records, words
 
 PACKET_BYTES = 512
 """Bytes of a packet: four marked lines of 128."""
@@ -96,14 +96,14 @@ class LatencyHeap(Heap):
         # Rows in a format need no more packets, unless they are so short that weights do (quantized.py).
         self.row_stride = max(packets(p.row_bytes + self.weight_bytes), -(-p.top_k // 4)) * PACKET_BYTES
         self.route_packets = route_packets(p, tokens)
-        lines = {
-            "routes": p.world_size * self.route_packets * PACKET_BYTES,
-            "lines": p.world_size * tokens * self.row_stride,
+        sent = {
+            "routes": records(PACKET_BYTES, p.world_size, self.route_packets),
+            "lines": records(self.row_stride, p.world_size * tokens),
         }
-        self.take(**lines)
+        self.take(**sent)
         if p.num_domains > 1:
             self.take(
-                **{f"{name}_out": size for name, size in lines.items()},
-                routes_words=8 * p.world_size,
-                lines_words=8 * p.world_size * tokens,
+                **{f"{name}_out": section for name, section in sent.items()},
+                routes_words=words(p.world_size),
+                lines_words=words(p.world_size * tokens),
             )

@@ -4,6 +4,14 @@ An *entry* is a (row, k), by rows. Every block looks at all entries and counts h
 share of them, and in all, so that no block waits for another one. From the counts follows where each expert's list
 begins. Then one warp goes through the block's share in order, 32 entries at a time, and gives each the next place of
 its expert; the other warps fill what lies behind the last list.
+
+Example: three rows of two entries, local ids 0 -1, 1 0 and 0 -1 (those of ../arrivals.py at rank 1), two experts,
+alignment 1. Expert 0 is named by entries 0, 3 and 4, expert 1 by entry 2, so
+
+    flat    0 3 4 2       entries of the places
+    rows    0 1 2 1       rows of these: entry // 2
+    places  0 -1  3 1  2 -1
+    offs    3 4
 """
 
 # No "from __future__ import annotations": the kernel's annotations are read as types.
@@ -13,12 +21,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32
 from cutlass.cute import arch
 
 from .. import ptx
 from ..launch import Launched
 from ..segments import inclusive_sum, padded
+from ..views import Ints
 
 WARPS = 32
 
@@ -31,13 +40,13 @@ def share_of(entries: Int32, blocks: Int32) -> Int32:
 class ExpertListsArgs(NamedTuple):
     """R rows, K experts a token, El local experts, L places. All tensors are int32."""
 
-    local_idx: Int64  # [R, K], below 0: none
-    rows: Int64  # [L]
-    flat: Int64  # [L]
-    places: Int64  # [R, K]
-    offs: Int64  # [El]
-    counts: Int64  # [El]
-    dropped: Int64  # [El]
+    local_idx: Ints  # [R, K], below 0: none
+    rows: Ints  # [L]
+    flat: Ints  # [L]
+    places: Ints  # [R, K]
+    offs: Ints  # [El]
+    counts: Ints  # [El]
+    dropped: Ints  # [El]
     entries: Int32  # R K
     top_k: Int32
     length: Int32  # L
@@ -85,8 +94,8 @@ class MakeExpertLists(Launched):
         else:
             threads = (WARPS - 1) * 32
             for at in cutlass.range(tables.last[0] + bid * threads + tid - 32, args.length, args.blocks * threads):
-                ptx.st_i32(args.rows + Int64(at) * 4, Int32(0))
-                ptx.st_i32(args.flat + Int64(at) * 4, args.entries)
+                args.rows[at] = Int32(0)
+                args.flat[at] = args.entries
 
     @cute.jit
     def count(self, args: ExpertListsArgs, tables: ListTables, tid: Int32, first: Int32) -> None:
@@ -97,12 +106,12 @@ class MakeExpertLists(Launched):
         arch.sync_threads()
         i = tid * 4
         while i + 3 < args.entries:
-            for word in ptx.ld_v4(args.local_idx + Int64(i) * 4):
+            for word in ptx.ld_v4(args.local_idx.at(i)):
                 self.count_one(tables, Int32(word), i < first)
             i += WARPS * 128
         i = args.entries // 4 * 4 + tid
         if i < args.entries:
-            self.count_one(tables, ptx.ld_i32(args.local_idx + Int64(i) * 4), i < first)
+            self.count_one(tables, args.local_idx[i], i < first)
 
     @cute.jit
     def count_one(self, tables: ListTables, expert: Int32, before: Any) -> None:
@@ -130,9 +139,9 @@ class MakeExpertLists(Launched):
                 tables.asked[e] = asked
                 tables.begin[e] = begin
                 if writes:
-                    ptx.st_i32(args.offs + Int64(e) * 4, begin + padded(kept, args.alignment))
-                    ptx.st_i32(args.counts + Int64(e) * 4, kept)
-                    ptx.st_i32(args.dropped + Int64(e) * 4, asked - kept)
+                    args.offs[e] = begin + padded(kept, args.alignment)
+                    args.counts[e] = kept
+                    args.dropped[e] = asked - kept
             carry += arch.shuffle_sync(total, 31)
         if lane == 0:
             tables.last[0] = cutlass.min(carry, args.length)
@@ -157,7 +166,7 @@ class MakeExpertLists(Launched):
                     if earlier == 0:
                         tables.before[expert] = number + Int32(arch.popc(same))
                     place = self.take(args, tables, i, expert, number)
-                ptx.st_i32(args.places + Int64(i) * 4, place)
+                args.places[i] = place
             arch.sync_warp()  # what has been counted is seen by those of the next 32
 
     @cute.jit
@@ -165,7 +174,7 @@ class MakeExpertLists(Launched):
         """Return the expert of an entry, or -1 if it names none."""
         expert = Int32(-1)
         if entry < end:
-            expert = ptx.ld_i32(args.local_idx + Int64(entry) * 4)
+            expert = args.local_idx[entry]
         if expert >= self.experts or expert < 0:
             expert = Int32(-1)
         return expert
@@ -187,5 +196,5 @@ class MakeExpertLists(Launched):
 
     @cute.jit
     def put(self, args: ExpertListsArgs, place: Int32, row: Int32, flat: Int32) -> None:
-        ptx.st_i32(args.rows + Int64(place) * 4, row)
-        ptx.st_i32(args.flat + Int64(place) * 4, flat)
+        args.rows[place] = row
+        args.flat[place] = flat

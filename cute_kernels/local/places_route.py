@@ -3,6 +3,9 @@ launch; what they are: ep_ops/nn/domains.py and arrivals.py.
 
 An *entry* is a (row, k), by rows. Every block counts how many entries before its own share of them have a place. Then
 one warp goes through the share in order, 32 entries at a time; the other warps do the rows of this rank's own tokens.
+
+Example: with the places 0 -1, 3 1, 2 -1 of expert_lists.py, the three copies have 1, 2 and 1 places, and the result is
+what a dispatch grouped by expert returns: `copies` [0, 1] [1, 2] [3, 5] [4, -], `owned` [0, 0] [3, 2] [1, 3] [2, 4].
 """
 
 # No "from __future__ import annotations": the kernel's annotations are read as types.
@@ -18,6 +21,7 @@ from cutlass.cute import arch
 from .. import ptx
 from ..arrivals import Lists, lists
 from ..launch import Launched
+from ..views import Ints
 from .expert_lists import share_of
 
 WARPS = 32
@@ -28,12 +32,12 @@ UNTOLD = 2**31 - 1
 class PlacesRouteArgs(NamedTuple):
     """R rows, K experts a token, L places, T tokens of this rank. All tensors are int32."""
 
-    topk_idx: Int64  # [T, K]
-    send_rows: Int64  # [T, K] of rows
+    topk_idx: Ints  # [T, K]
+    send_rows: Ints  # [T, K] of rows
     arrivals: Int64  # of rows
-    places: Int64  # [R, K]
+    places: Ints  # [R, K]
     new_arrivals: Int64  # of places
-    new_send_rows: Int64  # [T, K] of places
+    new_send_rows: Ints  # [T, K] of places
     num_rows: Int32  # R
     num_places: Int32  # L
     tokens: Int32  # T
@@ -63,18 +67,18 @@ class PlacesRoute(Launched):
             before[0] = Int32(0)
         arch.sync_threads()
         sources = lists(args.arrivals, args.num_rows).sources
-        copies = cutlass.min(cutlass.max(ptx.ld_i32(sources + Int64(args.ranks) * 4), 0), args.num_rows)
+        copies = cutlass.min(cutlass.max(sources[args.ranks], 0), args.num_rows)
         entries = copies * args.top_k
         share = share_of(entries, args.blocks)
         first = cutlass.min(bid * share, entries)
         held, i = Int32(0), tid * 4
         while i + 3 < first:
-            for word in ptx.ld_v4(args.places + Int64(i) * 4):
+            for word in ptx.ld_v4(args.places.at(i)):
                 held += Int32(Int32(word) >= 0)
             i += WARPS * 128
         i = first // 4 * 4 + tid
         if i < first:
-            held += Int32(ptx.ld_i32(args.places + Int64(i) * 4) >= 0)
+            held += Int32(args.places[i] >= 0)
         if held > 0:
             ptx.add_shared(before.iterator, held)
         arch.sync_threads()
@@ -85,7 +89,7 @@ class PlacesRoute(Launched):
             r = tid - 32
             while bid == 0 and r <= args.ranks:
                 to = lists(args.new_arrivals, args.num_places).sources
-                ptx.st_i32(to + Int64(r) * 4, ptx.ld_i32(sources + Int64(r) * 4))
+                to[r] = sources[r]
                 r += (WARPS - 1) * 32
 
     @cute.jit
@@ -106,23 +110,23 @@ class PlacesRoute(Launched):
             if i < end:
                 k = i - row * args.top_k
                 if k == 0:
-                    ptx.st_i32(new.copies + Int64(row) * 8, number)
-                    ptx.st_i32(new.copies + Int64(row) * 8 + 4, home)
+                    new.copies.first[row] = number
+                    new.copies.second[row] = home
                 if place >= 0:
-                    ptx.st_i32(new.owned + Int64(number) * 8, place)
-                    ptx.st_i32(new.owned + Int64(number) * 8 + 4, home // most_copies * args.top_k + k)
+                    new.owned.first[number] = place
+                    new.owned.second[number] = home // most_copies * args.top_k + k
             carry += Int32(arch.popc(held))
         if last:
             if lane == 0:
-                ptx.st_i32(new.copies + Int64(copies) * 8, carry)
+                new.copies.first[copies] = carry
 
     @cute.jit
     def load(self, args: PlacesRouteArgs, given: Lists, entry: Int32, end: Int32) -> tuple[Int32, Int32]:
         """Return the place of an entry, -1 if it has none, and the home of its copy."""
         place, home = Int32(-1), Int32(0)
         if entry < end:
-            place = ptx.ld_i32(args.places + Int64(entry) * 4)
-            home = ptx.ld_i32(given.copies + Int64(entry // args.top_k) * 8 + 4)
+            place = args.places[entry]
+            home = given.copies.second[entry // args.top_k]
         return place, home
 
     @cute.jit
@@ -136,18 +140,18 @@ class PlacesRoute(Launched):
             for k in cutlass.range(args.top_k):
                 j = token * args.top_k + k
                 if self.holder(args, j) == holder:
-                    copy = cutlass.max(copy, ptx.ld_i32(args.send_rows + Int64(j) * 4))
+                    copy = cutlass.max(copy, args.send_rows[j])
             row = Int32(-1)
             if copy >= 0:
                 row = Int32(UNTOLD)
                 if holder == args.rank and copy < args.num_rows:
-                    row = ptx.ld_i32(args.places + Int64(copy * args.top_k + i - token * args.top_k) * 4)
-            ptx.st_i32(args.new_send_rows + Int64(i) * 4, row)
+                    row = args.places[copy * args.top_k + i - token * args.top_k]
+            args.new_send_rows[i] = row
 
     @cute.jit
     def holder(self, args: PlacesRouteArgs, entry: Int32) -> Int32:
         """Return the rank of an entry's expert, or -1 if there is none."""
-        expert = ptx.ld_i32(args.topk_idx + Int64(entry) * 4)
+        expert = args.topk_idx[entry]
         rank = Int32(-1)
         if expert >= 0:
             rank = expert // args.each

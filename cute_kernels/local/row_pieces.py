@@ -9,9 +9,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, range_constexpr
 
-from .. import ptx
 from ..launch import Launched
 from ..rows import Width
+from ..views import Vectors
 
 WARPS = 8
 """Warps of a block."""
@@ -57,7 +57,7 @@ class RowPieces(Launched):
         """By a lane: loads its vectors from the `first`; behind the end of the row the last one again."""
         for u in range_constexpr(self.ahead):
             vector = cutlass.min(first + u * 32, self.vectors - 1)
-            got = ptx.ld_v4(at + Int64(vector) * 16)
+            got = Vectors(at)[vector]
             for i in range_constexpr(4):
                 words[where + 4 * u + i] = got[i]
 
@@ -67,4 +67,4 @@ class RowPieces(Launched):
         for u in range_constexpr(self.ahead):
             vector = first + u * 32
             if vector < self.vectors:
-                ptx.st_v4(at + Int64(vector) * 16, [words[4 * u + i] for i in range(4)])
+                Vectors(at)[vector] = [words[4 * u + i] for i in range(4)]

@@ -17,6 +17,7 @@ from cutlass.cute import arch
 from .. import ptx
 from ..copies import pop_lowest
 from ..ids import warp_id
+from ..views import Floats, Ints, Rows
 from .row_pieces import WARPS, RowPieces
 
 
@@ -24,8 +25,8 @@ class SumRowsArgs(NamedTuple):
     """B rows of sums, each of K rows at most."""
 
     x: Int64  # [N, H]
-    indices: Int64  # [B, K] int32, below 0: none
-    weights: Int64  # [B, K] fp32
+    indices: Ints  # [B, K], below 0: none
+    weights: Floats  # [B, K]
     out: Int64  # [B, H]
     rows: Int32  # B
     terms: Int32  # K
@@ -63,10 +64,10 @@ class SumRows(RowPieces):
     def copy(self, args: SumRowsArgs, row: Int32, first: Int32) -> None:
         """By a warp: one piece of a row, zeros where no row is named."""
         words = self.nothing()
-        index = ptx.ld_i32(args.indices + Int64(row) * 4)
+        index = args.indices[row]
         if index >= 0:
-            self.load(args.x + Int64(index) * self.width.row_bytes, first, words)
-        self.store(args.out + Int64(row) * self.width.row_bytes, first, words)
+            self.load(Rows(args.x, self.width.row_bytes).at(index), first, words)
+        self.store(Rows(args.out, self.width.row_bytes).at(row), first, words)
 
     @cute.jit
     def add_up(self, args: SumRowsArgs, row: Int32, first: Int32) -> None:
@@ -78,10 +79,10 @@ class SumRows(RowPieces):
         for begin in cutlass.range(0, args.terms, 32):
             index, weight = Int32(-1), Float32(1.0)
             if begin + lane < args.terms:
-                at = (Int64(row) * args.terms + begin + lane) * 4
-                index = ptx.ld_i32(args.indices + at)
+                term = Int64(row) * args.terms + begin + lane
+                index = args.indices[term]
                 if const_expr(self.weighted):
-                    weight = ptx.ld_f32(args.weights + at)
+                    weight = args.weights[term]
             left = arch.vote_ballot_sync(index >= 0)
             while left != 0:
                 k, left = pop_lowest(left)
@@ -90,12 +91,12 @@ class SumRows(RowPieces):
         words = cute.make_rmem_tensor((4 * self.ahead,), Uint32)
         for i in range_constexpr(4 * self.ahead):
             words[i] = packed[i]
-        self.store(args.out + Int64(row) * self.width.row_bytes, first, words)
+        self.store(Rows(args.out, self.width.row_bytes).at(row), first, words)
 
     @cute.jit
     def add(self, args: SumRowsArgs, index: Int32, weight: Float32, first: Int32, sums: Any) -> None:
         words = self.nothing()
-        self.load(args.x + Int64(index) * self.width.row_bytes, first, words)
+        self.load(Rows(args.x, self.width.row_bytes).at(index), first, words)
         values = ptx.unpack([words[i] for i in range(4 * self.ahead)], self.dtype)
         for i in range_constexpr(self.numbers):
             term = ptx.mul_rn(values[i], weight) if const_expr(self.weighted) else values[i]

@@ -25,6 +25,7 @@ from ..delivery import Arrived, Delivery
 from ..ids import warp_id
 from ..quantize import encode, largest, numbers_of, of_group, scale_of, store_codes
 from ..segments import inclusive_sum, padded
+from ..views import Floats, Ints, Rows
 from .row_pieces import WARPS, RowPieces
 
 
@@ -33,13 +34,13 @@ class SwiGLUArgs(NamedTuple):
 
     x: Int64  # [R, 2 F]
     grad: Int64  # backward: that of the result, [R, F]
-    weights: Int64  # weighted: [R] fp32
+    weights: Floats  # weighted: [R]
     out: Int64  # [R, F]; backward: the gradient of x, [R, 2 F]
     scales: Int64  # of a quantized result
     made: Int64  # weighted: the result, [R, F]
-    dots: Int64  # weighted: gradients of the weights, [R] fp32
-    offs: Int64  # [El] int32
-    counts: Int64  # [El] int32
+    dots: Floats  # weighted: gradients of the weights, [R]
+    offs: Ints  # [El]
+    counts: Ints  # [El]
     num_rows: Int32  # R
     slots: Int32  # rows of each expert; 0: segments follow each other
     experts: Int32  # El
@@ -84,9 +85,9 @@ class SwiGLURows(RowPieces):
         for first in cutlass.range(0, args.experts, 32):
             count, size, begin = Int32(0), Int32(0), Int32(0)
             if first + lane < args.experts:
-                count = ptx.ld_i32(args.counts + Int64(first + lane) * 4)
+                count = args.counts[first + lane]
                 size = padded(count, args.alignment)
-                begin = ptx.ld_i32(args.offs + Int64(first + lane) * 4) - size
+                begin = args.offs[first + lane] - size
             end = before + inclusive_sum(size)
             last = arch.shuffle_sync(end, 31)
             while item // self.shares < last:
@@ -109,9 +110,9 @@ class SwiGLURows(RowPieces):
         if const_expr(self.backward):
             self.give_back(args, row, kept, first)
         elif const_expr(self.format == ""):
-            self.store(args.out + Int64(row) * self.width.row_bytes, first, self.made(args, row, kept, first))
+            self.store(Rows(args.out, self.width.row_bytes).at(row), first, self.made(args, row, kept, first))
         else:
-            to = Arrived(args.out, Int64(0), args.scales, args.num_rows, args.slots)
+            to = Arrived(args.out, Floats(Int64(0)), args.scales, args.num_rows, args.slots)
             if kept:
                 self.quantize(to, row, first, self.made(args, row, kept, first))
             elif number == 0:
@@ -125,11 +126,11 @@ class SwiGLURows(RowPieces):
         for i in range_constexpr((3 if self.backward else 2) * each):
             words[i] = Uint32(0)
         if kept:
-            x = args.x + Int64(row) * (2 * self.width.row_bytes)
+            x = Rows(args.x, 2 * self.width.row_bytes).at(row)
             self.load(x, first, words, 0)
             self.load(x + self.width.row_bytes, first, words, each)
             if const_expr(self.backward):
-                self.load(args.grad + Int64(row) * self.width.row_bytes, first, words, 2 * each)
+                self.load(Rows(args.grad, self.width.row_bytes).at(row), first, words, 2 * each)
         return words
 
     @cute.jit
@@ -164,7 +165,7 @@ class SwiGLURows(RowPieces):
             for i in range_constexpr(4):
                 of_gates[4 * u + i] = packed_gates[i]
                 of_ups[4 * u + i] = packed_ups[i]
-        out = args.out + Int64(row) * (2 * self.width.row_bytes)
+        out = Rows(args.out, 2 * self.width.row_bytes).at(row)
         self.store(out, first, of_gates)
         self.store(out + self.width.row_bytes, first, of_ups)
 
@@ -175,14 +176,14 @@ class SwiGLURows(RowPieces):
         lane = arch.lane_idx()
         weight = Float32(0.0)
         if kept:
-            weight = ptx.ld_f32(args.weights + Int64(row) * 4)
+            weight = args.weights[row]
         dot = Float32(0.0)
         for number in cutlass.range(self.pieces):
             dot += self.give_back_piece(args, row, kept, number * (32 * self.ahead) + lane, weight)
         for i in range_constexpr(5):
             dot += arch.shuffle_sync_bfly(dot, 16 >> i)
         if lane == 0:
-            ptx.st_f32(args.dots + Int64(row) * 4, dot)
+            args.dots[row] = dot
 
     @cute.jit
     def give_back_piece(
@@ -215,10 +216,10 @@ class SwiGLURows(RowPieces):
                 of_gates[4 * u + i] = packed[0][i]
                 of_ups[4 * u + i] = packed[1][i]
                 made[4 * u + i] = packed[2][i]
-        out = args.out + Int64(row) * (2 * self.width.row_bytes)
+        out = Rows(args.out, 2 * self.width.row_bytes).at(row)
         self.store(out, first, of_gates)
         self.store(out + self.width.row_bytes, first, of_ups)
-        self.store(args.made + Int64(row) * self.width.row_bytes, first, made)
+        self.store(Rows(args.made, self.width.row_bytes).at(row), first, made)
         return dot
 
     def numbers(self, words: Any, vector: int) -> Sequence[Float32]:
@@ -228,7 +229,7 @@ class SwiGLURows(RowPieces):
     def quantize(self, to: Arrived, row: Int32, first: Int32, words: Any) -> None:
         delivery, form, dtype = self.delivery, self.delivery.form, self.dtype
         lanes = form.block // numbers_of(dtype)  # that hold a block
-        codes_at, scales_at = to.rows + Int64(row) * self.hidden_size, delivery.scales_at(to, row)
+        codes_at, scales_at = Rows(to.rows, self.hidden_size).at(row), delivery.scales_at(to, row)
         for u in range_constexpr(self.ahead):
             vector = first + u * 32
             stored, inverse = scale_of(form.kind, of_group(largest(words, 4 * u, 4, dtype), lanes))

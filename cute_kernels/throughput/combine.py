@@ -46,17 +46,18 @@ from ..copies import Copies, copies_of
 from ..domains import index_of, slot_of, stager_of
 from ..experts import holder_of
 from ..formats import Form
-from ..heap import SEND, Heap
+from ..heap import CLAIMS, SEND, Heap
 from ..ids import block_ids, warp_id
-from ..internode.sums import ask, await_sums, in_two_parts, number_there, offset_of_copy_scalars, pass_sums
+from ..internode.sums import ask, await_sums, copy_scalars, in_two_parts, number_there, pass_sums
 from ..launch import RankArgs
 from ..quantized_sums import SumSlices
 from ..rows import zero_row
 from ..slices import Slices
+from ..views import Floats, Ints, Rows
 from .adder import OTHER_LANE, Adding, Notes, RowBases, add_items
 from .outbox import close, deliver, new_outbox, post
 from .pipeline import Items, deal_out
-from .placing import offset_of_weight
+from .placing import number_of_weight
 from .ring import Ring, RingShape, SlicedKernel, init_ring_barriers
 from .surplus import BlockBudget, Parts, count_parts
 
@@ -72,14 +73,14 @@ HALF_SLICE = 4
 class ThroughputCombineArgs(NamedTuple):
     ranks: RankArgs
     y: Int64
-    recv_weights: Int64
-    row_scalars: Int64
-    topk_idx: Int64
-    send_rows: Int64
+    recv_weights: Floats
+    row_scalars: Floats
+    topk_idx: Ints
+    send_rows: Ints
     arrivals: Int64
     residual: Int64
     out: Int64
-    out_scalars: Int64
+    out_scalars: Floats
     tokens: Int32
     max_tokens: Int32
     num_rows: Int32  # of y, recv_weights and row_scalars
@@ -215,7 +216,7 @@ class Combine(SlicedKernel):
             pushing = (ranks, walk, args, last)
             if const_expr(self.rows):
                 ring = Ring(self.ring, buffers, barriers, warp)
-                items = deal_out(ranks.own, item, step, total, bid < dealt)
+                items = deal_out(ranks.word(CLAIMS), item, step, total, bid < dealt)
                 add_items(ring, notes, warp, self.adding(True), items, pushing, RowBases(args.y), outbox)
             else:
                 count = Int32(0)
@@ -241,13 +242,13 @@ class Combine(SlicedKernel):
         item, step = warp * blocks + block, blocks * self.WARPS
         if const_expr(self.rows):
             ring = Ring(self.sum_ring, buffers, barriers, warp)
-            staging = ranks.at(ranks.own, "rows")
+            staging = ranks.view("rows").base
             items = Items(item, item + step, step, args.tokens)
             bases = RowBases(staging, args.residual)
             if const_expr(self.adds_own):
                 bases = RowBases(args.y, args.residual, staging)
             if const_expr(self.problem.num_domains > 1):
-                bases = RowBases(staging, args.residual, ranks.at(ranks.own, "rows_in"))
+                bases = RowBases(staging, args.residual, ranks.view("rows_in").base)
             add_items(ring, notes, warp, self.adding(False), items, summing, bases)
         else:
             while item < args.tokens:
@@ -310,24 +311,23 @@ class Combine(SlicedKernel):
         stager, slot = stager_of(ranks, owner), slot_of(ranks, owner)
         heap = ranks.peer(stager)
         at = (slot * p.most_copies + number_there(p, slot, number)) * p.max_tokens + token
-        target = ranks.at(heap, "rows") + Int64(at) * self.sum_bytes
+        target = ranks.view("rows", heap, self.sum_bytes).at(at)
         last[0] = cutlass.max(last[0], row)
         row = cutlass.min(row, args.num_rows - 1)
         weight = Float32(1.0)
         if row >= 0:
             if const_expr(self.weighted):
-                weight = ptx.ld_f32(args.recv_weights + Int64(row) * 4)
+                weight = args.recv_weights[row]
             if const_expr(self.scalars and not self.token_major):
-                scalar = ptx.ld_f32(args.row_scalars + Int64(row) * 4)
+                scalar = args.row_scalars[row]
                 k = cutlass.max(asker, 0) % p.top_k
-                scalars = ranks.at(heap, "scalars") + Int64(slot * p.max_tokens * p.weights_each) * 4
-                ptx.st_f32(scalars + offset_of_weight(p, token * p.top_k + k), scalar)
+                ranks.view("scalars", heap).part(slot)[number_of_weight(p, token * p.top_k + k)] = scalar
         if const_expr(self.scalars and self.token_major):
             first = arch.shuffle_sync(row, 0)
             lane = arch.lane_idx()
             if first >= 0 and lane < p.top_k:
-                scalar = ptx.ld_f32(args.row_scalars + (Int64(first) * p.top_k + lane) * 4)
-                ptx.st_f32(heap + offset_of_copy_scalars(ranks, slot, ranks.rank, token) + Int64(lane) * 4, scalar)
+                scalar = args.row_scalars[Int64(first) * p.top_k + lane]
+                copy_scalars(ranks, heap, slot, ranks.rank, token)[lane] = scalar
         held = arch.vote_ballot_sync(row >= 0)
         return held, row, weight, target, index_of(ranks, owner) * (p.num_domains * p.most_copies * p.max_tokens) + at
 
@@ -343,9 +343,9 @@ class Combine(SlicedKernel):
         lane = arch.lane_idx()
         row, expert = Int32(-1), Int32(-1)
         if token < args.tokens and lane < self.problem.top_k:
-            at = Int64(token * self.problem.top_k + lane) * 4
-            row = ptx.ld_i32(args.send_rows + at)
-            expert = ptx.ld_i32(args.topk_idx + at)
+            entry = token * self.problem.top_k + lane
+            row = args.send_rows[entry]
+            expert = args.topk_idx[entry]
         return row, expert
 
     @cute.jit
@@ -385,7 +385,7 @@ class Combine(SlicedKernel):
     ) -> tuple[Any, Int64]:
         """By a whole warp: return the bit mask of the rows to add, with the residual as one more, which is added last,
         and the address of the token's sum. If there is nothing to add, the sum is set to zeros."""
-        target = args.out + Int64(token) * self.problem.row_bytes
+        target = Rows(args.out, self.problem.row_bytes).at(token)
         rows = held
         if const_expr(self.residual):
             rows = Int64(held) & 0xFFFFFFFF
@@ -421,11 +421,11 @@ class Combine(SlicedKernel):
                 at = self.address_of_returned(ranks, copy.holder, token, lane)
                 if const_expr(self.adds_own):
                     if copy.holder == ranks.rank:
-                        at = args.row_scalars + Int64(own) * 4
+                        at = args.row_scalars.at(own)
                         if const_expr(self.token_major):
-                            at = args.row_scalars + (Int64(own) * p.top_k + lane) * 4
+                            at = args.row_scalars.at(Int64(own) * p.top_k + lane)
                 value = ptx.ld_f32(at)
-            ptx.st_f32(args.out_scalars + Int64(token * p.top_k + lane) * 4, value)
+            args.out_scalars[token * p.top_k + lane] = value
 
     @cute.jit
     def scout_both(self, context: Any, token: Int32) -> tuple[Int32, Int32, Int32]:
@@ -446,7 +446,7 @@ class Combine(SlicedKernel):
                 if const_expr(self.weighted):
                     row = cutlass.min(row, args.num_rows - 1)
                     if row >= 0:
-                        weight = ptx.ld_f32(args.recv_weights + Int64(row) * 4)
+                        weight = args.recv_weights[row]
         return weight
 
     @cute.jit
@@ -489,12 +489,12 @@ class Combine(SlicedKernel):
         """Return the address of the scalar that a rank returns to this one; those of other NVLink domains arrive over
         the wire."""
         p = self.problem
-        among = offset_of_weight(p, token * p.top_k + k)
-        at = ranks.at(ranks.own, "scalars") + among
+        among = number_of_weight(p, token * p.top_k + k)
+        at = ranks.view("scalars").at(0, among)
         if const_expr(self.token_major):
-            at = ranks.own + offset_of_copy_scalars(ranks, Int32(0), holder, token) + Int64(k) * 4
+            at = copy_scalars(ranks, ranks.own, Int32(0), holder, token).at(k)
         if const_expr(p.num_domains > 1):
             slot = slot_of(ranks, holder)
             if slot > 0:
-                at = ranks.at(ranks.own, "scalars_in") + Int64((slot - 1) * p.max_tokens * p.weights_each) * 4 + among
+                at = ranks.view("scalars_in").at(slot - 1, among)
         return at

@@ -21,9 +21,10 @@ from cutlass.cute import arch
 from .. import operation, ptx, sync
 from ..arrivals import given_row
 from ..experts import holder_of
-from ..heap import Heap
+from ..heap import CLAIMS, Heap
 from ..ids import block_ids, warp_id
 from ..launch import RankArgs
+from ..views import Ints, Rows, Words
 from .pipeline import deal_out, run
 from .ring import Ring, SlicedKernel, init_ring_barriers
 
@@ -37,10 +38,10 @@ RANK_MARKS = OPENS | CLOSES
 
 class GatherArgs(NamedTuple):
     ranks: RankArgs
-    topk_idx: Int64
-    send_rows: Int64
+    topk_idx: Ints
+    send_rows: Ints
     out: Int64
-    bases: Int64  # address of a table of the addresses of row 0 at each rank
+    bases: Words  # a table of the addresses of row 0 at each rank
     tokens: Int32
     num_rows: Int32  # that each rank holds
     blocks: Int32
@@ -102,7 +103,7 @@ class Gather(SlicedKernel):
             total = cute.make_rmem_tensor((self.slices.values,), Float32)
             partial = cute.make_rmem_tensor((self.slices.values,), Float32)
             count = args.tokens * shape.pieces
-            items = deal_out(ranks.own, warp * blocks + bid, blocks * self.WARPS, count, Boolean(True))
+            items = deal_out(ranks.word(CLAIMS), warp * blocks + bid, blocks * self.WARPS, count, Boolean(True))
             run(self, Ring(shape, buffers, barriers, warp), items, (ranks, args, count), (notes, total, partial))
         operation.finish(ranks, blocks, fetched=True)
 
@@ -120,9 +121,9 @@ class Gather(SlicedKernel):
         lane = arch.lane_idx()
         expert, row = Int32(-1), Int32(-1)
         if item < items and lane < top_k:
-            at = Int64(item // self.ring.pieces * top_k + lane) * 4
-            expert = ptx.ld_i32(args.topk_idx + at)
-            row = ptx.ld_i32(args.send_rows + at)
+            entry = item // self.ring.pieces * top_k + lane
+            expert = args.topk_idx[entry]
+            row = args.send_rows[entry]
         return expert, row
 
     def nothing(self) -> GatherJob:
@@ -203,7 +204,7 @@ class Gather(SlicedKernel):
         lane = arch.lane_idx()
         token, piece = item // shape.pieces, item % shape.pieces
         at = piece * shape.piece_bytes
-        target = args.out + Int64(token) * p.row_bytes + at
+        target = Rows(args.out, p.row_bytes).at(token) + at
         row = given_row(ranks, row, args.num_rows)
         holder = Int32(-1)
         if row >= 0:
@@ -224,7 +225,7 @@ class Gather(SlicedKernel):
         # Lane 0 has read the order of the item before.
         arch.sync_warp()
         if row >= 0:
-            address = ptx.ld_constant(args.bases + Int64(holder) * 8) + Int64(row) * p.row_bytes + at
+            address = Rows(ptx.ld_constant(args.bases.at(holder)), p.row_bytes).at(row) + at
             (order + position).store(address + mark)
         arch.sync_warp()
         if held == 0:

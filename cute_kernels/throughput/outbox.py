@@ -4,7 +4,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32
 from cutlass.cute import arch
 
 from .. import ptx
@@ -91,7 +91,7 @@ def deliver(outbox: Outbox, ranks: Ranks, flag: cutlass.Constexpr[str], per_peer
             while taken < due:
                 code = outbox.queue[lane * Outbox.DEPTH + taken % Outbox.DEPTH]
                 heap = ranks.peer(near_rank(ranks, code // per_peer))
-                ptx.st_relaxed_sys(ranks.at(heap, flag) + Int64(code % per_peer) * 8, ranks.mark)
+                ptx.st_relaxed_sys(ranks.view(flag, heap).at(code % per_peer), ranks.mark)
                 taken += 1
             if lane < outbox.workers:
                 ptx.st_release_shared(outbox.taken + lane, taken)

@@ -14,7 +14,6 @@ from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.cute import arch
 
 from .. import ptx
-from ..heap import CLAIMS
 from .ring import Ring
 
 
@@ -71,12 +70,9 @@ class Ahead(NamedTuple):
 
 
 @cute.jit
-def deal_out(
-    own: Int64, item: Int32, step: Int32, total: Int32, dealt: Boolean, counter: cutlass.Constexpr[int] = CLAIMS
-) -> Items:
+def deal_out(claims: Int64, item: Int32, step: Int32, total: Int32, dealt: Boolean) -> Items:
     """Assign `item` and `item + step` to a warp with static items. A warp without static items claims its first two as
-    well. `own`: this rank's heap. `counter`: the word of it that counts claims."""
-    claims = own + counter * 8
+    well. `claims`: address of the word that counts claims."""
     upcoming = item + step
     if not dealt:
         item = 2 * step + granted(claim(claims))

@@ -4,24 +4,30 @@ The row of an entry follows from prefix sums: the start of its expert's segment,
 source ranks, plus those from earlier tiles of its own rank, plus its position within the tile. Its index in the lists
 follows in the same way from the numbers of entries and copies before its tile. One block therefore places one tile of
 all ranks, and no block waits for another. Only if rows are dropped do the blocks of a rank exchange how many they keep.
+
+In the example of arrivals.py, rank 1 receives the counts 2 1 of its experts from rank 0 and 1 0 from itself, so their
+segments begin at rows 0 and 3. The entry (0, 1, 1) is the second of expert 2 from rank 0: row 0 + 0 + 1 = 1. The entry
+(1, 0, 0) is the first of expert 2 from rank 1: row 0 + 2 + 0 = 2. Rank 0 has 3 of rank 1's 4 entries and 2 of its 3
+copies, so the lists continue with entry 3 and copy 2 for rank 1. `send_rows` of rank 0 becomes 0 0, 3 1.
 """
 
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr, range_constexpr
+from cutlass import Int32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx
 from ..arrivals import Lists, lists
 from ..domains import slot_of, stager_of
 from ..experts import local_experts
-from ..heap import ALIGNMENT, CAPACITY, COPIES, ENTRY_BYTES, SETTINGS_INTS, SLOTS, Problem
+from ..heap import ALIGNMENT, CAPACITY, COPIES, SETTINGS_INTS, SLOTS, Problem
 from ..ids import thread_id
 from ..segments import inclusive_sum, place_segments, write_segment
 from ..sync import Ranks
-from .route import THREADS, add_ahead, address_of_entries, address_of_message, sum_tiles, tile_of
+from ..views import Floats, Vectors
+from .route import THREADS, add_ahead, received, sum_tiles, tile_of
 
 
 class PlacingTables(NamedTuple):
@@ -94,13 +100,13 @@ def finish_tile(ranks: Ranks, weighted: cutlass.Constexpr[bool], tile: Int32, ta
         fetch_weights(ranks, tile, tables, args)
     first, end = tile_of(p, tile, args.max_tokens, args.tokens)
     for j in cutlass.range(first * p.top_k + thread_id(), end * p.top_k, THREADS):
-        row = ptx.ld_i32(args.send_rows + Int64(j) * 4)  # the position within the tile
+        row = args.send_rows[j]  # the position within the tile
         if row >= 0:
-            expert = ptx.ld_i32(args.topk_idx + Int64(j) * 4)
+            expert = args.topk_idx[j]
             row += tables.mine[expert]
             if row >= tables.limit[expert]:
                 row = Int32(-1)
-        ptx.st_i32(args.send_rows + Int64(j) * 4, row)
+        args.send_rows[j] = row
 
 
 @cute.jit
@@ -148,8 +154,8 @@ def read_settings(ranks: Ranks, ok: Int32, tile: Int32, tables: PlacingTables) -
         settings = (Int32(0), Int32(1), Int32(0))
         if ok != 0:
             column = p.header_ints - SETTINGS_INTS
-            at = address_of_message(ranks, ranks.own, source, Int32(0)) + column * 4
-            settings = (ptx.ld_i32(at + CAPACITY * 4), ptx.ld_i32(at + ALIGNMENT * 4), ptx.ld_i32(at + SLOTS * 4))
+            header = received(ranks, source, Int32(0)).counts
+            settings = (header[column + CAPACITY], header[column + ALIGNMENT], header[column + SLOTS])
             total, before, _ = sum_tiles(ranks, source, Int32(column + COPIES), tile)
         for what in range_constexpr(3):
             tables.settings[what * p.world_size + source] = settings[what]
@@ -198,12 +204,12 @@ def number_sources(problem: cutlass.Constexpr[Problem], tables: PlacingTables, t
             begin = copies + copies_upto - m
             tables.copies[world_size + source] = tables.copies[world_size + source] + begin
             if tile == 0:
-                ptx.st_i32(out.sources + Int64(source) * 4, begin)
+                out.sources[source] = begin
         entries += arch.shuffle_sync(upto, 31)
         copies += arch.shuffle_sync(copies_upto, 31)
     if tile == 0 and lane == 0:
-        ptx.st_i32(out.sources + world_size * 4, copies)
-        ptx.st_i32(out.copies + Int64(copies) * 8, entries)
+        out.sources[world_size] = copies
+        out.copies.first[copies] = entries
 
 
 class Entry(NamedTuple):
@@ -218,8 +224,10 @@ class Entry(NamedTuple):
 
 
 @cute.jit
-def load_entry(problem: cutlass.Constexpr[Problem], tables: PlacingTables, source: Int32, at: Int64) -> Entry:
-    index, where, position, copy = ptx.ld_v4(at)
+def load_entry(
+    problem: cutlass.Constexpr[Problem], tables: PlacingTables, source: Int32, entries: Vectors, number: Int32
+) -> Entry:
+    index, where, position, copy = entries[number]
     local = Int32(where) & 0xFFFF
     row = tables.rows[source * problem.local_experts + local] + Int32(position)
     return Entry(Int32(index), local, Int32(where) >> 16, row, Int32(copy) >> 1, Int32(copy) & 1)
@@ -236,9 +244,9 @@ def write_lists(ranks: Ranks, tile: Int32, tables: PlacingTables, args: Any) -> 
         source = unit % p.world_size
         n = tables.entries[2 * p.world_size + source]
         first_row, first_copy = tables.entries[p.world_size + source], tables.copies[p.world_size + source]
-        at = address_of_entries(ranks, ranks.own, source, tile)
+        entries = received(ranks, source, tile).entries
         for i in cutlass.range(unit // p.world_size * 32 + arch.lane_idx(), n, parts * 32):
-            entry = load_entry(p, tables, source, at + Int64(i) * ENTRY_BYTES)
+            entry = load_entry(p, tables, source, entries, i)
             write_row(p, out, source, entry, first_row + i, args.max_tokens)
             if entry.opens != 0:
                 write_copy(p, out, source, entry, (first_copy + entry.copy, first_row + i), args.max_tokens)
@@ -248,7 +256,7 @@ def write_lists(ranks: Ranks, tile: Int32, tables: PlacingTables, args: Any) -> 
 def write_row(
     problem: cutlass.Constexpr[Problem], out: Lists, source: Int32, entry: Entry, at: Int32, max_tokens: Int32
 ) -> None:
-    ptx.st_pair(out.owned + Int64(at) * 8, entry.row, source * max_tokens * problem.top_k + entry.asker)
+    out.owned[at] = entry.row, source * max_tokens * problem.top_k + entry.asker
 
 
 @cute.jit
@@ -258,7 +266,7 @@ def write_copy(
 ) -> None:  # fmt: skip
     """Write a copy. `at`: the indices of the copy, and of its first row, in their lists."""
     token = source * max_tokens + entry.asker // problem.top_k
-    ptx.st_pair(out.copies + Int64(at[0]) * 8, at[1], token * problem.most_copies + entry.number)
+    out.copies[at[0]] = at[1], token * problem.most_copies + entry.number
 
 
 @cute.jit
@@ -272,13 +280,13 @@ def scan_kept(ranks: Ranks, tile: Int32, tables: PlacingTables, args: Any, write
     below = arch.lanemask_lt()
     for source in cutlass.range(thread_id() // 32, p.world_size, THREADS // 32):
         n = tables.entries[2 * p.world_size + source]
-        at = address_of_entries(ranks, ranks.own, source, tile)
+        entries = received(ranks, source, tile).entries
         kept, copies, last = Int32(0), Int32(0), Int32(-1)
         for i in cutlass.range(0, n, 32):
             entry = Entry(Int32(0), Int32(0), Int32(0), Int32(0), Int32(-1), Int32(0))
             fits = Int32(0)
             if i + lane < n:
-                entry = load_entry(p, tables, source, at + Int64(i + lane) * ENTRY_BYTES)
+                entry = load_entry(p, tables, source, entries, i + lane)
                 fits = Int32(entry.row < tables.limit[first_local + entry.local])
             copy = Int32(-1)
             if fits != 0:
@@ -300,7 +308,7 @@ def scan_kept(ranks: Ranks, tile: Int32, tables: PlacingTables, args: Any, write
             last = cutlass.max(last, arch.warp_redux_sync(copy, "max"))
         if const_expr(not write):
             if lane == 0:
-                ptx.st_pair(ranks.at(ranks.own, "kept") + Int64(tile * p.world_size + source) * 8, kept, copies)
+                ranks.view("kept")[tile, source] = kept, copies
 
 
 @cute.jit
@@ -323,7 +331,7 @@ def exchange_kept(ranks: Ranks, tile: Int32, tables: PlacingTables) -> None:
         entries, entries_before, copies, copies_before = Int32(0), Int32(0), Int32(0), Int32(0)
         for t in range_constexpr(p.tiles):
             if known:
-                n, m = ptx.ld_pair(ranks.at(ranks.own, "kept") + Int64(t * p.world_size + source) * 8)
+                n, m = ranks.view("kept")[t, source]
                 entries += n
                 copies += m
                 if t < tile:
@@ -337,23 +345,23 @@ def exchange_kept(ranks: Ranks, tile: Int32, tables: PlacingTables) -> None:
 
 
 @cute.jit
-def weights_of(ranks: Ranks, source: Int32) -> Int64:
-    """Return the address of a source rank's weights: at that rank, or at its stager."""
+def weights_of(ranks: Ranks, source: Int32) -> Floats:
+    """Return a source rank's weights: at that rank, or at its stager."""
     p = ranks.heap.problem
-    at = ranks.at(Int64(0), "weights")
+    at = ranks.offsets("weights").base
     if const_expr(p.num_domains > 1):
         slot = slot_of(ranks, source)
         if slot > 0:
-            at = ranks.at(Int64(0), "weights_in") + Int64(slot - 1) * ranks.heap.weights_bytes
-    return ranks.peer(stager_of(ranks, source)) + at
+            at = ranks.offsets("weights_in").part(slot - 1).base
+    return Floats(ranks.peer(stager_of(ranks, source)) + at)
 
 
-def offset_of_weight(problem: Problem, asker: Int32) -> Int64:
-    """Return the offset of the weight of a (token, k), given as a flat index, among its source rank's weights."""
+def number_of_weight(problem: Problem, asker: Int32) -> Int32:
+    """Return the number of the weight of a (token, k), given as a flat index, among its source rank's weights."""
     if problem.weights_each == problem.top_k:
-        return Int64(asker) * 4
+        return asker
     token = asker // problem.top_k
-    return Int64(token * problem.weights_each + asker - token * problem.top_k) * 4
+    return token * problem.weights_each + asker - token * problem.top_k
 
 
 @cute.jit
@@ -365,13 +373,12 @@ def fetch_weights(ranks: Ranks, tile: Int32, tables: PlacingTables, args: Any) -
     for unit in cutlass.range(thread_id() // 32, p.world_size * parts, THREADS // 32):
         source = unit % p.world_size
         n = tables.entries[2 * p.world_size + source]
-        at = address_of_entries(ranks, ranks.own, source, tile)
+        entries = received(ranks, source, tile).entries
         weights = weights_of(ranks, source)
         for i in cutlass.range(unit // p.world_size * 32 + arch.lane_idx(), n, parts * 32):
-            entry = load_entry(p, tables, source, at + Int64(i) * ENTRY_BYTES)
+            entry = load_entry(p, tables, source, entries, i)
             if entry.row < tables.limit[first_local + entry.local]:
-                weight = ptx.ld_f32(weights + offset_of_weight(p, entry.asker))
-                ptx.st_f32(args.recv_weights + Int64(entry.row) * 4, weight)
+                args.recv_weights[entry.row] = weights[number_of_weight(p, entry.asker)]
 
 
 @cute.jit
@@ -383,11 +390,10 @@ def place_weights(ranks: Ranks, ok: Int32, tile: Int32, args: Any) -> None:
     entries = args.max_tokens * p.top_k
     owned = Int32(0)
     if ok != 0:
-        copies = cutlass.min(cutlass.max(ptx.ld_i32(given.sources + p.world_size * 4), 0), args.num_rows)
-        owned = cutlass.min(ptx.ld_i32(given.copies + Int64(copies) * 8), args.num_rows)
+        copies = cutlass.min(cutlass.max(given.sources[p.world_size], 0), args.num_rows)
+        owned = cutlass.min(given.copies.first[copies], args.num_rows)
     for j in cutlass.range(tile * THREADS + thread_id(), owned, p.tiles * THREADS):
-        row, asker = ptx.ld_pair(given.owned + Int64(j) * 8)
+        row, asker = given.owned[j]
         if row >= 0 and row < args.num_rows and asker >= 0 and asker < entries * p.world_size:
             source = asker // cutlass.max(entries, 1)
-            at = weights_of(ranks, source) + offset_of_weight(p, asker - source * entries)
-            ptx.st_f32(args.recv_weights + Int64(row) * 4, ptx.ld_f32(at))
+            args.recv_weights[row] = weights_of(ranks, source)[number_of_weight(p, asker - source * entries)]

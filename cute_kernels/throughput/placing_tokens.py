@@ -3,6 +3,11 @@
 A copy's number is its row: copies of lower source ranks precede it, then those of earlier tiles of its own rank, then
 earlier ones of its tile (route.py). Copies that do not fit are the last ones, so blocks need not exchange how many they
 keep. Local ids and weights of a copy are loaded from its owner.
+
+In the example of arrivals.py, rank 1 receives 2 copies from rank 0 and 1 from itself: rows 0 and 1 are tokens 0 and 1
+of rank 0, row 2 is token 0 of rank 1. Their local ids are 0 -1, 1 0 and 0 -1 (-1: an expert of another rank).
+`send_rows` of rank 0 becomes 0 0 for token 0, whose k 0 goes to row 0 of rank 1 and k 1 to row 0 of rank 0, and 1 -1
+for token 1, whose entries share row 1 of rank 1.
 """
 
 from typing import Any, NamedTuple
@@ -20,8 +25,9 @@ from ..ids import thread_id
 from ..segments import inclusive_sum
 from ..sync import Ranks
 from ..token_major import clear_choices, write_counts
+from ..views import Floats, Ints
 from .placing import weights_of
-from .route import THREADS, add_ahead, address_of_entries, address_of_message, sum_tiles, tile_of
+from .route import THREADS, add_ahead, received, sum_tiles, tile_of
 
 
 class CopyTables(NamedTuple):
@@ -75,13 +81,13 @@ def finish_copies(ranks: Ranks, tile: Int32, tables: CopyTables, args: Any, weig
     clear_choices(p, THREADS, (tile, p.tiles), args, cutlass.min(tables.total[0], args.capacity), True, weights)
     first, end = tile_of(p, tile, args.max_tokens, args.tokens)
     for j in cutlass.range(first * p.top_k + tid, end * p.top_k, THREADS):
-        row = ptx.ld_i32(args.send_rows + Int64(j) * 4)  # the copy's number within the tile
+        row = args.send_rows[j]  # the copy's number within the tile
         if row >= 0:
-            rank = holder_of(p, ptx.ld_i32(args.topk_idx + Int64(j) * 4))
+            rank = holder_of(p, args.topk_idx[j])
             row += tables.there[rank]
             if row >= tables.there[p.world_size + rank]:
                 row = Int32(-1)
-        ptx.st_i32(args.send_rows + Int64(j) * 4, row)
+        args.send_rows[j] = row
     if tile == 0:
         if tables.total[0] > args.capacity:
             count_dropped(ranks, tables, args)
@@ -97,7 +103,7 @@ def place_copy_weights(ranks: Ranks, ok: Int32, tile: Int32, args: Any) -> None:
     p = ranks.heap.problem
     copies = Int32(0)
     if ok != 0:
-        copies = ptx.ld_i32(lists(args.arrivals, args.num_rows).sources + p.world_size * 4)
+        copies = lists(args.arrivals, args.num_rows).sources[p.world_size]
         most = cutlass.min(args.num_rows, args.max_tokens * p.world_size)
         copies = cutlass.min(cutlass.max(copies, 0), most)
     for i in cutlass.range(tile * THREADS + thread_id(), copies * p.top_k, p.tiles * THREADS):
@@ -130,8 +136,7 @@ def gather_copies(ranks: Ranks, ok: Int32, tile: Int32, tables: CopyTables) -> N
         tables.there[i] = 0
         capacity = Int32(0)
         if ok != 0:
-            at = address_of_message(ranks, ranks.own, i, Int32(0)) + (p.header_ints - SETTINGS_INTS + CAPACITY) * 4
-            capacity = ptx.ld_i32(at)
+            capacity = received(ranks, i, Int32(0)).counts[p.header_ints - SETTINGS_INTS + CAPACITY]
         tables.there[world_size + i] = capacity
     for i in cutlass.range(tid, 2 * held, THREADS):
         tables.named[i] = 0
@@ -177,14 +182,14 @@ def number_copies(ranks: Ranks, tile: Int32, tables: CopyTables, args: Any) -> N
             begin = copies + upto - n
             tables.here[world_size + source] = tables.here[world_size + source] + begin
             if tile == 0:
-                ptx.st_i32(out.sources + Int64(source) * 4, cutlass.min(begin, args.capacity))
+                out.sources[source] = cutlass.min(begin, args.capacity)
         copies += arch.shuffle_sync(upto, 31)
     if lane == 0:
         tables.total[0] = copies
         if tile == 0:
             kept = cutlass.min(copies, args.capacity)
-            ptx.st_i32(out.sources + world_size * 4, kept)
-            ptx.st_i32(out.copies + Int64(kept) * 8, kept)
+            out.sources[world_size] = kept
+            out.copies.first[kept] = kept
 
 
 @cute.jit
@@ -197,20 +202,21 @@ def write_copies(ranks: Ranks, tile: Int32, tables: CopyTables, args: Any) -> No
     for unit in cutlass.range(thread_id() // 32, p.world_size * parts, THREADS // 32):
         source = unit % p.world_size
         n, first = tables.entries[source], tables.here[p.world_size + source]
-        at = address_of_entries(ranks, ranks.own, source, tile)
+        entries = received(ranks, source, tile).entries
         for i in cutlass.range(unit // p.world_size * 32 + arch.lane_idx(), n, parts * 32):
-            asker, where, _, copy = ptx.ld_v4(at + Int64(i) * 16)
+            asker, where, _, copy = entries[i]
             row = first + (Int32(copy) >> 1)
             if Int32(copy) & 1 != 0 and row < args.capacity:
                 token = source * args.max_tokens + Int32(asker) // p.top_k
-                ptx.st_pair(out.copies + Int64(row) * 8, row, token * p.most_copies + (Int32(where) >> 16))
-                ptx.st_pair(out.owned + Int64(row) * 8, row, source * args.max_tokens * p.top_k + Int32(asker))
+                out.copies[row] = row, token * p.most_copies + (Int32(where) >> 16)
+                out.owned[row] = row, source * args.max_tokens * p.top_k + Int32(asker)
 
 
-def offset_of_token(problem: Problem, token: Int32, k: Int32) -> Int64:
-    """Return the offset of the weight of a token's k among its rank's weights. The id is `weights_each` numbers
-    further."""
-    return Int64(token) * problem.token_bytes + Int64(k) * 4
+def weights_and_ids(problem: Problem, weights: Int64) -> tuple[Floats, Ints]:
+    """Return the weights and the ids of a rank's tokens, each by [token, k], at the address of its weights: the ids of
+    a token lie behind its weights."""
+    each = problem.weights_each
+    return Floats(weights, 2 * each), Ints(Floats(weights).at(each), 2 * each)
 
 
 @cute.jit
@@ -221,24 +227,25 @@ def write_choice(
     p = ranks.heap.problem
     copy = index // p.top_k
     k = index - copy * p.top_k
-    row, asker = ptx.ld_pair(lists(args.arrivals, args.num_rows).owned + Int64(copy) * 8)
+    row, asker = lists(args.arrivals, args.num_rows).owned[copy]
     entries = args.max_tokens * p.top_k
     if row >= 0 and row < args.num_rows and asker >= 0 and asker < entries * p.world_size:
         source = asker // cutlass.max(entries, 1)
-        at = weights_of(ranks, source) + offset_of_token(p, (asker - source * entries) // p.top_k, k)
-        expert = ptx.ld_i32(at + p.weights_each * 4)
+        given, named = weights_and_ids(p, weights_of(ranks, source).base)
+        token = (asker - source * entries) // p.top_k
+        expert = named.part(token)[k]
         first, end = local_experts(p, ranks.rank)
         local = Int32(-1)
         if expert >= first and expert < end:
             local = expert - first
-        to = (Int64(row) * p.top_k + k) * 4
+        to = Int64(row) * p.top_k + k
         if const_expr(weights):
-            weight = ptx.ld_f32(at)
+            weight = given.part(token)[k]
             if local < 0:
                 weight = Float32(0.0)
-            ptx.st_f32(args.recv_weights + to, weight)
+            args.recv_weights[to] = weight
         if const_expr(ids):
-            ptx.st_i32(args.recv_idx + to, local)
+            args.recv_idx[to] = local
 
 
 @cute.jit
@@ -254,13 +261,12 @@ def count_dropped(ranks: Ranks, tables: CopyTables, args: Any) -> None:
         _, before, now = sum_tiles(ranks, source, column_of_copies(ranks, ranks.rank), tile)
         first = tables.here[p.world_size + source] + before
         if first + now > args.capacity:
-            message = address_of_message(ranks, ranks.own, source, tile)
+            message = received(ranks, source, tile)
             n = Int32(0)
             for expert in cutlass.range(first_local + lane, end_local, 32):
-                n += ptx.ld_i32(message + Int64(expert) * 4)
+                n += message.counts[expert]
             n = arch.warp_redux_sync(n, "add")
-            at = address_of_entries(ranks, ranks.own, source, tile)
             for i in cutlass.range(lane, n, 32):
-                _, where, _, copy = ptx.ld_v4(at + Int64(i) * 16)
+                _, where, _, copy = message.entries[i]
                 if first + (Int32(copy) >> 1) >= args.capacity:
                     ptx.add_shared(tables.named.iterator + (p.local_experts + (Int32(where) & 0xFFFF)), Int32(1))

@@ -28,14 +28,15 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.cute import arch
 
-from .. import operation, ptx, sync
+from .. import operation, sync
 from ..domains import is_near
 from ..formats import Form
 from ..heap import RING_BYTES, SHARED_BYTES, Heap
 from ..ids import block_ids, thread_id, warp_id
 from ..internode.sending import BatchFiller, copy_rows, relay, row_in, send_rows, send_weights
 from ..launch import Kernel, RankArgs
-from .placing import finish_tile, new_tables, offset_of_weight, place_tile, place_weights
+from ..views import Floats, Ints, Rows
+from .placing import finish_tile, new_tables, number_of_weight, place_tile, place_weights
 from .push import Pushing
 from .ring import RingShape
 from .route import THREADS, Counters, publish_tile, put_messages, tile_of
@@ -49,16 +50,16 @@ class PublishArgs(NamedTuple):
 
     ranks: RankArgs
     x: Int64
-    topk_idx: Int64
-    topk_weights: Int64
+    topk_idx: Ints
+    topk_weights: Floats
     scales: Int64
-    send_rows: Int64
+    send_rows: Ints
     arrivals: Int64
-    offs: Int64
-    counts: Int64
-    dropped: Int64
-    recv_weights: Int64
-    recv_idx: Int64  # of token-major rows
+    offs: Ints
+    counts: Ints
+    dropped: Ints
+    recv_weights: Floats
+    recv_idx: Ints  # of token-major rows
     tokens: Int32
     max_tokens: Int32
     capacity: Int32  # rows of the receive buffer; token-major, along a known route: those cleared behind the last copy
@@ -173,12 +174,12 @@ class Publish(Kernel):
         p = self.problem
         first = batch * p.batch_tokens
         if const_expr(self.format == ""):
-            copy_rows(THREADS, mask, to, args.x + Int64(first) * p.row_bytes, p.row_bytes)
+            copy_rows(THREADS, mask, to, Rows(args.x, p.row_bytes).at(first), p.row_bytes)
         else:
             form = Form(self.format, p.hidden_size)
             for token in cutlass.range(warp_id(), p.batch_tokens, THREADS // 32):
                 if (mask >> token) & 1 != 0:
-                    row = to + Int64(row_in(mask, token)) * form.staged_bytes
+                    row = Rows(to, form.staged_bytes).at(row_in(mask, token))
                     quantize_row(form, self.given, ranks, args, first + token, row)
 
     @cute.jit
@@ -244,8 +245,7 @@ class Publish(Kernel):
     @cute.jit
     def publish_weight(self, ranks: sync.Ranks, j: Int32, args: Any) -> None:
         """Store the weight of a (token, k), given as a flat index, where peers read it."""
-        weight = ptx.ld_f32(args.topk_weights + Int64(j) * 4)
-        ptx.st_f32(ranks.at(ranks.own, "weights") + offset_of_weight(self.problem, j), weight)
+        ranks.view("weights")[number_of_weight(self.problem, j)] = args.topk_weights[j]
 
     @cute.jit
     def put_tile(self, ranks: sync.Ranks, counters: Any, tile: Int32, args: Any) -> None:
@@ -270,12 +270,12 @@ class Publish(Kernel):
         arch.sync_threads()
         for peer in cutlass.range(tid, p.world_size, THREADS):
             if is_near(ranks, peer):
-                ranks.signal("route", peer, ranks.rank * p.tiles + tile)
+                ranks.signal("route", peer, (ranks.rank, tile))
         for i in cutlass.range(tid, p.world_size * p.tiles, THREADS):
             if not self.await_tile(ranks, i):
                 failed[0] = 1
         if const_expr(p.num_domains > 1 and self.route):
-            p.wire.arrived(ranks, ranks.at(Int64(0), "route") + Int64(tid) * 8, tid < p.world_size * p.tiles)
+            p.wire.arrived(ranks, ranks.offsets("route").flat.at(tid), tid < p.world_size * p.tiles)
         # The barrier extends the acquire to the whole block.
         arch.sync_threads()
         return 1 - failed[0]
@@ -294,6 +294,6 @@ class Publish(Kernel):
                 come = ranks.wait("route", index, source, tile)
             if const_expr(self.published_bytes > 0):
                 if not near and come:
-                    flag = ranks.at(ranks.own, "relayed_weights") + Int64(index) * 8
+                    flag = ranks.view("relayed_weights").flat.at(index)
                     come = sync.await_word(ranks, flag, source, tile) >= 0
         return come

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass import Boolean, Int32, const_expr
 
-from .. import ptx, sync
-from .placing_tokens import finish_copies, new_copy_tables, offset_of_token, place_copies, place_copy_weights
+from .. import sync
+from .placing_tokens import finish_copies, new_copy_tables, place_copies, place_copy_weights, weights_and_ids
 from .publish import Publish, PublishArgs
 
 
@@ -31,10 +31,11 @@ class PublishTokens(Publish):
         """Store a weight and its id where peers read them."""
         p = self.problem
         token = j // p.top_k
-        at = ranks.at(ranks.own, "weights") + offset_of_token(p, token, j - token * p.top_k)
+        k = j - token * p.top_k
+        weights, ids = (view.part(token) for view in weights_and_ids(p, ranks.view("weights").base))
         if const_expr(self.weights):
-            ptx.st_f32(at, ptx.ld_f32(args.topk_weights + Int64(j) * 4))
-        ptx.st_i32(at + p.weights_each * 4, ptx.ld_i32(args.topk_idx + Int64(j) * 4))
+            weights[k] = args.topk_weights[j]
+        ids[k] = args.topk_idx[j]
 
     def new_tables(self, smem: Any, table: Any) -> Any:
         return new_copy_tables(self.problem, smem)

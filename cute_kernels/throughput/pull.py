@@ -28,11 +28,12 @@ from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, row_of, to
 from ..copies import lowest
 from ..delivery import Arrived, Delivery
 from ..experts import local_experts
-from ..heap import RING_BYTES, Heap
+from ..heap import CLAIMS, RING_BYTES, Heap
 from ..ids import thread_id, warp_id
 from ..launch import Kernel, RankArgs
 from ..quantize import decode, exact_scale, numbers_of
 from ..swizzled import Begins
+from ..views import Floats, Ints, Rows
 from .pipeline import deal_out, run
 from .ring import MAX_PIECE, Ring, RingShape, init_ring_barriers
 from .staged import SegmentEnds, await_rows, clear_padding, new_known, source_row
@@ -43,10 +44,10 @@ class PullArgs(NamedTuple):
     ranks: RankArgs
     x: Int64
     arrivals: Int64
-    offs: Int64
-    counts: Int64
+    offs: Ints
+    counts: Ints
     recv_x: Int64
-    recv_weights: Int64
+    recv_weights: Floats
     recv_scales: Int64
     max_tokens: Int32
     alignment: Int32
@@ -191,7 +192,7 @@ class Pull(Kernel):
         warp, number = who
         walk = begin_walk(ranks, sources, args.arrivals, args.num_rows, args.max_tokens)
         first, step = warp * args.dealt + number, args.dealt * shape.warps
-        items = deal_out(ranks.own, first, step, walk.items * shape.pieces, number < args.dealt)
+        items = deal_out(ranks.word(CLAIMS), first, step, walk.items * shape.pieces, number < args.dealt)
         to = self.arrived(ranks, args)
         run(self, ring, items, (ranks, walk, args), (known, targets, warp * shape.stages * 32, to))
         # The rows lie in memory before the block ends.
@@ -263,11 +264,11 @@ class Pull(Kernel):
         if const_expr(self.format == "" or self.layout != ""):
             if row >= 0:
                 piece = row % shape.pieces
-                at = Int64(row // shape.pieces) * self.delivery.row_bytes + piece * shape.piece_bytes
+                at = Rows(to.rows, self.delivery.row_bytes).at(row // shape.pieces) + piece * shape.piece_bytes
                 nbytes = shape.bytes_of(piece)
                 if const_expr(self.format != ""):
                     nbytes = self.delivery.row_bytes
-                ring.store(stage, to.rows + at, nbytes)
+                ring.store(stage, at, nbytes)
             arch.cp_async_bulk_commit_group()
         if const_expr(self.format != ""):
             staged = ring.buffer + stage * shape.stride
@@ -291,7 +292,7 @@ class Pull(Kernel):
             left = left & (left - 1)
             at, step = delivery.scales_at(to, mine)
             for i in cutlass.range(lane, delivery.units, 32):
-                delivery.store_unit(at + Int64(i) * step, delivery.staged_unit(words, i))
+                delivery.store_unit(Rows(at, step).at(i), delivery.staged_unit(words, i))
 
     @cute.jit
     def store_numbers(self, staged: Any, row: Int32, to: Arrived) -> None:
@@ -317,4 +318,4 @@ class Pull(Kernel):
                 mine = arch.shuffle_sync(row, lowest(left))
                 left = left & (left - 1)
                 if inside:
-                    ptx.st_v4(to.rows + Int64(mine) * p.row_bytes + at * p.itemsize, numbers)
+                    ptx.st_v4(Rows(to.rows, p.row_bytes).at(mine) + at * p.itemsize, numbers)

@@ -18,9 +18,10 @@ from .. import operation, ptx, sync
 from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, row_of, token_of
 from ..copies import pop_lowest
 from ..delivery import Arrived, Delivery
-from ..heap import Heap
+from ..heap import CLAIMS, Heap
 from ..ids import block_ids, warp_id
 from ..launch import RankArgs
+from ..views import Floats, Ints, Rows
 from .adder import Notes
 from .pipeline import deal_out, run
 from .ring import Ring, SlicedKernel, init_ring_barriers
@@ -34,12 +35,12 @@ class PullScaledArgs(NamedTuple):
     ranks: RankArgs
     grad_out: Int64
     y: Int64
-    recv_weights: Int64
+    recv_weights: Floats
     arrivals: Int64
-    offs: Int64
-    counts: Int64
+    offs: Ints
+    counts: Ints
     grad_y: Int64
-    grad_weights: Int64
+    grad_weights: Floats
     max_tokens: Int32
     alignment: Int32
     num_rows: Int32  # of y and grad_y
@@ -112,7 +113,7 @@ class PullScaled(SlicedKernel):
         notes, sources, known = shared
         bid, blocks = block_ids()
         walk = begin_walk(ranks, sources, args.arrivals, args.num_rows, args.max_tokens)
-        items = deal_out(ranks.own, warp * blocks + bid, blocks * self.WARPS, walk.items, Boolean(True))
+        items = deal_out(ranks.word(CLAIMS), warp * blocks + bid, blocks * self.WARPS, walk.items, Boolean(True))
         g = cute.make_rmem_tensor((4 * self.slices.vectors,), Uint32)  # a lane's part of a slice of the gradient
         dot = cute.make_rmem_tensor((1,), Float32)  # lane k's: of the k-th row, over the slices so far
         run(self, ring, items, (ranks, walk, args), (known, notes, warp * ring.shape.stages, g, dot, args))
@@ -152,7 +153,7 @@ class PullScaled(SlicedKernel):
             if ready != 0:
                 piece = Int32(-1)
                 if row >= 0:
-                    weight = ptx.ld_f32(args.recv_weights + Int64(row) * 4)
+                    weight = args.recv_weights[row]
                 gradient = source_row(ranks, args.grad_out, source, token, Delivery(self.problem), ready)
         return Products(held, Int32(0), piece, row, weight, gradient)
 
@@ -176,8 +177,8 @@ class PullScaled(SlicedKernel):
                 (notes.weights + note).store(factor)
                 (notes.codes + note).store(piece)
                 (notes.targets + note).store(source)
-                at = source * self.problem.row_bytes + piece * shape.piece_bytes
-                ring.load(stage, args.y + at, shape.bytes_of(piece))
+                at = Rows(args.y, self.problem.row_bytes).at(source) + piece * shape.piece_bytes
+                ring.load(stage, at, shape.bytes_of(piece))
         else:
             piece += 1
             left = held
@@ -207,7 +208,7 @@ class PullScaled(SlicedKernel):
             factor = (notes.weights + note).load()
             # The last slice of a row may be short: its end is that of the row.
             behind = p.row_bytes - of_piece * shape.piece_bytes
-            to = args.grad_y + of_row * p.row_bytes + of_piece * shape.piece_bytes + lane * 16
+            to = Rows(args.grad_y, p.row_bytes).at(of_row) + of_piece * shape.piece_bytes + lane * 16
             partial = Float32(0.0)
             for u in range_constexpr(slices.vectors):
                 grads = ptx.unpack([g[4 * u + i] for i in range(4)], slices.dtype)
@@ -225,4 +226,4 @@ class PullScaled(SlicedKernel):
                     dot[0] = Float32(0.0)
                 dot[0] += partial
                 if of_piece == shape.pieces - 1:
-                    ptx.st_f32(args.grad_weights + of_row * 4, dot[0])
+                    args.grad_weights[of_row] = dot[0]

@@ -16,10 +16,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint8, const_expr, range_constexpr
 from cutlass.cute import arch
 
-from .. import ptx, sync
+from .. import sync
 from ..experts import local_experts
 from ..heap import PUSHES, Problem
 from ..ids import warp_id
+from ..views import Rows
 from .outbox import Outbox, close, deliver, new_outbox, post
 from .pipeline import deal_out, run
 from .ring import BOOKKEEPING, MAX_PIECE, Ring, RingShape, init_ring_barriers
@@ -80,11 +81,11 @@ class Pushing:
         token = item // self.peers
         expert, row = Int32(-1), Int32(-1)
         if token < args.tokens and lane < top_k:
-            at = Int64(token * top_k + lane) * 4
-            expert = ptx.ld_i32(args.topk_idx + at)
+            entry = token * top_k + lane
+            expert = args.topk_idx[entry]
             row = Int32(0)
             if const_expr(self.known):
-                row = ptx.ld_i32(args.send_rows + at)
+                row = args.send_rows[entry]
         return expert, row
 
     def nothing(self) -> PushJob:
@@ -103,8 +104,8 @@ class Pushing:
         if arch.vote_any_sync(row >= 0 and expert >= first and expert < end):
             left = Int32(self.ring.pieces)
         slot = slot_of_row(p, ranks.rank, token)
-        target = ranks.at(ranks.peer(peer), "rows") + Int64(slot) * p.row_bytes
-        return PushJob(left, args.x + Int64(token) * p.row_bytes, target, peer * (p.world_size * p.max_tokens) + slot)
+        source, target = Rows(args.x, p.row_bytes).at(token), ranks.view("rows", ranks.peer(peer)).at(slot)
+        return PushJob(left, source, target, peer * (p.world_size * p.max_tokens) + slot)
 
     def left(self, job: PushJob) -> Boolean:
         return job.left != 0
@@ -162,7 +163,7 @@ class Pushing:
             state = Pusher(targets + mine, codes + mine, outbox, warp, late, count)
             step = blocks * shape.warps
             first, total = warp * blocks + block, args.tokens * self.peers
-            items = deal_out(ranks.own, first, step, total, Boolean(True), PUSHES)
+            items = deal_out(ranks.word(PUSHES), first, step, total, Boolean(True))
             run(self, Ring(shape, buffers, barriers, warp), items, (ranks, args), state)
             arch.cp_async_bulk_wait_group(0)
             for _ in range_constexpr(LAG):

@@ -6,6 +6,13 @@ are: its flat index token × K + k; the expert's index at its rank and, from bit
 there; how many earlier entries of the tile name the same expert; and, from bit 1, how many earlier tokens of the tile
 have an entry there, with bit 0 set in the first entry of a token.
 
+In the example of arrivals.py, with one tile, the message of rank 0 to rank 1 has the counts 1 0 2 1 (entries of each
+expert) and three entries:
+
+    0  0 | 1 << 16  0  0 << 1 | 1    token 0, k 0: expert 2, its first entry; copy 1 of the token, the first copy
+    2  1            0  1 << 1 | 1    token 1, k 0: expert 3, its first entry; copy 0 of the token, the second copy
+    3  0            1  1 << 1 | 0    token 1, k 1: expert 2, its second entry; of the same copy
+
 A tile is a range of consecutive tokens, the same for all ranks of a call. One block processes one tile.
 """
 
@@ -19,9 +26,10 @@ from cutlass.cute import arch
 from .. import ptx
 from ..domains import is_near
 from ..experts import first_expert, holder_of
-from ..heap import ALIGNMENT, CAPACITY, COPIES, ENTRY_BYTES, PLACING_WARPS, SETTINGS_INTS, SLOTS, Problem
+from ..heap import ALIGNMENT, CAPACITY, COPIES, ELEMENT_BYTES, PLACING_WARPS, SETTINGS_INTS, SLOTS, Problem
 from ..ids import thread_id, warp_id
 from ..sync import BAD_EXPERT, Ranks, reject
+from ..views import Ints, Vectors
 
 THREADS = 32 * PLACING_WARPS
 """Threads of every block of a publish kernel."""
@@ -43,34 +51,36 @@ def tile_of(problem: Problem, tile: Int32, max_tokens: Int32, tokens: Int32) -> 
     return tile * each, cutlass.min((tile + 1) * each, tokens)
 
 
-def address_of_entries(ranks: Ranks, heap: Int64, source: Int32 | int, tile: Int32) -> Int64:
-    """Return the address of the entries of a source rank's tile in a rank's heap."""
-    return address_of_message(ranks, heap, source, tile) + ranks.heap.problem.header_ints * 4
+class Message(NamedTuple):
+    """The message of a source rank's tile."""
+
+    counts: Ints  # [header_ints] entries of each expert, and the source's settings
+    entries: Vectors  # of experts of the rank that has the message
 
 
-def address_of_message(ranks: Ranks, heap: Int64, source: Int32 | int, tile: Int32) -> Int64:
-    """Return the address of the message of a source rank's tile in a rank's heap: its counts, then its entries."""
-    return heap + offset_of_message(ranks, "messages", source, tile)
+def message_at(problem: Problem, address: Int64) -> Message:
+    counts = Ints(address)
+    return Message(counts, Vectors(counts.at(problem.header_ints)))
 
 
-def offset_of_message(ranks: Ranks, name: str, rank: Int32 | int, tile: Int32) -> Int64:
-    """Return the offset of a tile's message in a section that has one for each (rank, tile)."""
-    return ranks.at(Int64(0), name) + Int64(rank * ranks.heap.problem.tiles + tile) * ranks.heap.message_bytes
+def received(ranks: Ranks, source: Int32 | int, tile: Int32) -> Message:
+    """Return the message of a source rank's tile to this rank."""
+    return message_at(ranks.heap.problem, ranks.view("messages").at(source, tile))
 
 
 @cute.jit
-def address_of_outgoing(ranks: Ranks, rank: Int32, tile: Int32) -> Int64:
-    """Return the address to which this rank writes a tile's message for another rank: at that rank or, for a rank of
-    another NVLink domain, in this rank's own memory, from which it is put on the wire (`put_messages`)."""
+def outgoing(ranks: Ranks, rank: Int32, tile: Int32) -> Message:
+    """Return where this rank writes a tile's message for another rank: at that rank or, for a rank of another NVLink
+    domain, in this rank's own memory, from which it is put on the wire (`put_messages`)."""
     address = Int64(0)
     if const_expr(not ranks.heap.problem.domains):
-        address = address_of_message(ranks, ranks.peer(rank), ranks.rank, tile)
+        address = ranks.view("messages", ranks.peer(rank)).at(ranks.rank, tile)
     else:
         if is_near(ranks, rank):
-            address = address_of_message(ranks, ranks.peer(rank), ranks.rank, tile)
+            address = ranks.view("messages", ranks.peer(rank)).at(ranks.rank, tile)
         else:
-            address = ranks.own + offset_of_message(ranks, "messages_out", rank, tile)
-    return address
+            address = ranks.view("messages_out").at(rank, tile)
+    return message_at(ranks.heap.problem, address)
 
 
 @cute.jit
@@ -92,13 +102,15 @@ def put_messages(ranks: Ranks, counters: Counters, warps: cutlass.Constexpr[int]
     while rank < p.world_size and ranks.goes_on:
         if not is_near(ranks, rank):
             entries = Int32(counters.total[p.num_experts + rank])
-            there, here = (
-                offset_of_message(ranks, "messages", ranks.rank, tile),
-                offset_of_message(ranks, "messages_out", rank, tile),
-            )
-            word = ranks.at(Int64(0), "route") + Int64(ranks.rank * p.tiles + tile) * 8
-            p.wire.put_signal(ranks, rank, there, here, p.header_ints * 4 + entries * ENTRY_BYTES, word, ranks.mark)
+            there, here = ranks.offsets("messages").at(ranks.rank, tile), ranks.offsets("messages_out").at(rank, tile)
+            word = ranks.offsets("route").at(ranks.rank, tile)
+            p.wire.put_signal(ranks, rank, there, here, message_bytes(p, entries), word, ranks.mark)
         rank += warps
+
+
+def message_bytes(problem: Problem, entries: Int32) -> Int32:
+    """Return the size of a message of so many entries."""
+    return problem.header_ints * ELEMENT_BYTES["int"] + entries * ELEMENT_BYTES["vector"]
 
 
 class Asked(NamedTuple):
@@ -175,7 +187,7 @@ def load_asked(
     index, expert = Int32(-1), Int32(-1)
     if warp < problem.counting_warps and lane < tokens_each * top_k and token < end:
         index = token * top_k + lane % top_k
-        expert = ptx.ld_i32(args.topk_idx + Int64(index) * 4)
+        expert = args.topk_idx[index]
     return Asked(index, expert)
 
 
@@ -241,15 +253,15 @@ def write_entry(
         index = entry.of_holder + table[mine + p.num_experts + entry.holder]
         copy = entry.copies + table[mine + p.num_experts + p.world_size + entry.holder]
         local = entry.expert - first_expert(p, entry.holder)
-        at = address_of_outgoing(ranks, entry.holder, tile) + p.header_ints * 4 + Int64(index) * ENTRY_BYTES
+        entries = outgoing(ranks, entry.holder, tile).entries
         if may_write(ranks, entry.holder):
-            ptx.st_v4(at, (entry.asker, local | (entry.number << 16), position, copy * 2 + entry.opens))
+            entries[index] = (entry.asker, local | (entry.number << 16), position, copy * 2 + entry.opens)
         if const_expr(token_major):
             position = Int32(-1)
             if entry.opens != 0:
                 position = copy
     if entry.asker >= 0:
-        ptx.st_i32(args.send_rows + Int64(entry.asker) * 4, position)
+        args.send_rows[entry.asker] = position
 
 
 @cute.jit
@@ -281,7 +293,7 @@ def write_headers(
         if what == COPIES:
             value = total[copies + peer]
         if may_write(ranks, peer):
-            ptx.st_i32(address_of_outgoing(ranks, peer, tile) + Int64(j) * 4, value)
+            outgoing(ranks, peer, tile).counts[j] = value
 
 
 @cute.jit
@@ -314,11 +326,11 @@ def add_ahead(ranks: Ranks, source: Int32, total: Int32, before: Int32, counter:
 def sum_tiles(ranks: Ranks, source: Int32, column: Int32, tile: Int32) -> tuple[Int32, Int32, Int32]:
     """Return a source rank's counts of a column: of all tiles, of those before `tile`, and of this one."""
     p = ranks.heap.problem
-    at = address_of_message(ranks, ranks.own, source, Int32(0)) + Int64(column) * 4
+    of_tiles = Ints(received(ranks, source, Int32(0)).counts.at(column), step=ranks.heap.message_bytes)
     # All loads first: they are in flight together.
     found = cute.make_rmem_tensor((p.tiles,), Int32)
     for t in range_constexpr(p.tiles):
-        found[t] = ptx.ld_i32(at + t * ranks.heap.message_bytes)
+        found[t] = of_tiles[t]
     total, before, now = Int32(0), Int32(0), Int32(0)
     for t in range_constexpr(p.tiles):
         total += found[t]

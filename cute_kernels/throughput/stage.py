@@ -19,6 +19,7 @@ from ..copies import pop_lowest
 from ..domains import neighbor
 from ..heap import CHUNK_BYTES, Problem
 from ..ids import thread_id, warp_id
+from ..views import Rows
 from .ring import Ring, RingShape, init_ring_barriers
 from .route import THREADS
 
@@ -60,13 +61,14 @@ def stage(
     warps = cutlass.max(1, cutlass.min(shape.warps, (pieces + copiers - 1) // copiers))
     if warp < warps and arch.lane_idx() == 0:
         ring = Ring(shape, buffers, barriers, warp)
-        staging = ranks.at(ranks.own, "rows")
-        marks = ranks.at(ranks.own, "chunk") + Int64(ranks.rank * ranks.heap.chunks) * 8
+        staging = ranks.view("rows").base
+        marks = ranks.view("chunk").part(ranks.rank)
         phase = Int32(0)
         chunk = warp * copiers + copier
         while chunk * problem.chunk_tokens < tokens:
-            at = Int64(chunk) * shape.row_bytes
-            end = cutlass.min(at + shape.row_bytes, Int64(tokens) * problem.row_bytes)
+            # Offsets in x and in staging.
+            at, all_rows = Rows(Int64(0), shape.row_bytes).at(chunk), Rows(Int64(0), problem.row_bytes).at(tokens)
+            end = cutlass.min(at + shape.row_bytes, all_rows)
             while at < end:
                 nbytes = Int32(cutlass.min(end - at, Int64(shape.piece_bytes)))
                 ring.load(0, x + at, nbytes)
@@ -79,14 +81,14 @@ def stage(
                 at += shape.piece_bytes
             # All of the chunk lies in memory before its mark is released.
             arch.cp_async_bulk_wait_group(0)
-            ptx.st_release_gpu(marks + Int64(chunk) * 8, ranks.own_mark)
+            ptx.st_release_gpu(marks.at(chunk), ranks.own_mark)
             chunk += warps * copiers
 
 
 @cute.jit
-def flag_chunks(ranks: sync.Ranks, first: Int64, group: Int32, found: Int32) -> None:
+def flag_chunks(ranks: sync.Ranks, group: Int32, found: Int32) -> None:
     """By a warp that has fenced: sets the flags of chunks at the peers. Lane w has those that warp w has `found`, as
-    bits from chunk `group` on; `first`: the flag of this rank's first chunk."""
+    bits from chunk `group` on."""
     lane = arch.lane_idx()
     left = arch.vote_ballot_sync(found != 0)
     while left != 0:
@@ -95,8 +97,8 @@ def flag_chunks(ranks: sync.Ranks, first: Int64, group: Int32, found: Int32) -> 
         if (arch.shuffle_sync(found, w) >> lane) & 1 != 0:
             r = Int32(1)
             while r < ranks.heap.problem.domain_ranks:
-                flags = ranks.at(ranks.peer(neighbor(ranks, r)), "chunk") + first * 8
-                ptx.st_relaxed_sys(flags + Int64(at) * 8, ranks.mark)
+                flags = ranks.view("chunk", ranks.peer(neighbor(ranks, r))).part(ranks.rank)
+                ptx.st_relaxed_sys(flags.at(at), ranks.mark)
                 r += 1
 
 
@@ -120,8 +122,7 @@ def announce(ranks: sync.Ranks, smem: Any, tokens: Int32, own: cutlass.Constexpr
     # next while the first warp still reads.
     masks = smem.allocate_array(Int32, 2 * warps)
     chunks = (tokens + problem.chunk_tokens - 1) // problem.chunk_tokens
-    first = Int64(ranks.rank * ranks.heap.chunks)
-    marks = ranks.at(ranks.own, "chunk") + first * 8
+    marks = ranks.view("chunk").part(ranks.rank)
     chunk = Int32(tid)
     mine = Int32(0)  # of this warp's 32 chunks, those that it has found
     group, done = Int32(lane * 32), Int32(0)  # the same of warp `lane`: its first chunk, and what it has found of them
@@ -129,7 +130,7 @@ def announce(ranks: sync.Ranks, smem: Any, tokens: Int32, own: cutlass.Constexpr
     while announced < chunks:
         ready = Int32(0)
         if chunk < chunks and (mine >> lane) & 1 == 0:
-            ready = Int32(ptx.ld_acquire_gpu(marks + Int64(chunk) * 8) == ranks.own_mark)
+            ready = Int32(ptx.ld_acquire_gpu(marks.at(chunk)) == ranks.own_mark)
         mask = arch.vote_ballot_sync(ready != 0)
         if lane == 0:
             (masks + (side + warp)).store(mask)
@@ -143,7 +144,7 @@ def announce(ranks: sync.Ranks, smem: Any, tokens: Int32, own: cutlass.Constexpr
             theirs = (masks + (side + lane)).load()
             # Every lane fences before the flags that it sets itself.
             arch.fence_acq_rel_sys()
-            flag_chunks(ranks, first, group, theirs)
+            flag_chunks(ranks, group, theirs)
             done = done | theirs
             if done == -1:
                 done = Int32(0)

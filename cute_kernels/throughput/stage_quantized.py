@@ -17,6 +17,7 @@ from ..formats import Form
 from ..heap import Problem
 from ..ids import warp_id
 from ..quantize import encode, given_word, largest, numbers_of, of_group, scale_of, store_codes
+from ..views import Ints, Rows, Vectors
 from .route import THREADS
 
 AHEAD = 4
@@ -43,23 +44,22 @@ def stage_quantized(
     team = min(TEAM, THREADS // 32)
     warp, lane = warp_id(), arch.lane_idx()
     member, mine = warp % team, warp // team
-    staging = ranks.at(ranks.own, "rows")
-    marks = ranks.at(ranks.own, "chunk") + Int64(ranks.rank * ranks.heap.chunks) * 8
+    staging = ranks.view("rows", nbytes=form.staged_bytes)
+    marks = ranks.view("chunk").part(ranks.rank)
     chunk = mine * copiers + copier
     while chunk * problem.chunk_tokens < args.tokens:
         first = chunk * problem.chunk_tokens
         items = (cutlass.min(first + problem.chunk_tokens, args.tokens) - first) * parts
         for item in cutlass.range(member, items, team):
             token = first + item // parts
-            row = staging + Int64(token) * form.staged_bytes
-            quantize_part(form, given, ranks, args, token, row, item % parts)
+            quantize_part(form, given, ranks, args, token, staging.at(token), item % parts)
         # All of the team's stores come before the mark.
         if const_expr(team > 1):
             arch.barrier(barrier_id=1 + mine, number_of_threads=32 * team)
         else:
             arch.sync_warp()
         if member == 0 and lane == 0:
-            ptx.st_release_gpu(marks + Int64(chunk) * 8, ranks.own_mark)
+            ptx.st_release_gpu(marks.at(chunk), ranks.own_mark)
         chunk += THREADS // 32 // team * copiers
 
 
@@ -83,9 +83,9 @@ def quantize_part(
     if const_expr(given):
         copy_part(form, ranks, args, token, row, part)
     elif const_expr(form.whole_row):
-        quantize_whole(form, problem, args.x + Int64(token) * problem.row_bytes, row)
+        quantize_whole(form, problem, Rows(args.x, problem.row_bytes).at(token), row)
     else:
-        quantize_blocks(form, problem, args.x + Int64(token) * problem.row_bytes, row, part)
+        quantize_blocks(form, problem, Rows(args.x, problem.row_bytes).at(token), row, part)
 
 
 @cute.jit
@@ -97,7 +97,7 @@ def load(x: Int64, first: Int32, vectors: cutlass.Constexpr[int], words: Any) ->
 
 @cute.jit
 def load_one(x: Int64, vector: Int32, vectors: cutlass.Constexpr[int], words: Any, u: cutlass.Constexpr[int]) -> None:
-    got = ptx.ld_v4(x + Int64(cutlass.min(vector, vectors - 1)) * 16)
+    got = Vectors(x)[cutlass.min(vector, vectors - 1)]
     for i in range_constexpr(4):
         words[4 * u + i] = got[i]
 
@@ -113,6 +113,7 @@ def quantize_blocks(
     vectors, length = problem.hidden_size // numbers, form.block // numbers  # of a row; of a block
     each = min(AHEAD, length // 2)  # a lane's of a block
     lanes = length // each  # that hold a block
+    scales = Ints(row + problem.hidden_size)
     words = cute.make_rmem_tensor((4 * AHEAD,), Uint32)
     first = part * (32 * AHEAD) + (lane // lanes) * length + lane % lanes
     for u in range_constexpr(AHEAD):
@@ -136,7 +137,7 @@ def quantize_blocks(
             stored = word
         holds = 4 if form.in_bytes else 1  # scales of a word
         if lane % (holds * lanes) == 0 and begin < vectors:
-            ptx.st_i32(row + problem.hidden_size + Int64(begin // (holds * length)) * 4, stored)
+            scales[begin // (holds * length)] = stored
 
 
 @cute.jit
@@ -144,6 +145,7 @@ def quantize_whole(form: cutlass.Constexpr[Form], problem: cutlass.Constexpr[Pro
     """By a warp: a row with one scale, which is read twice."""
     dtype, lane = problem.dtype, arch.lane_idx()
     vectors = problem.hidden_size // numbers_of(dtype)
+    scales = Ints(row + problem.hidden_size)
     words = cute.make_rmem_tensor((4 * AHEAD,), Uint32)
     amax = Int32(0)
     for first in cutlass.range(0, vectors, 32 * AHEAD):
@@ -158,7 +160,7 @@ def quantize_whole(form: cutlass.Constexpr[Form], problem: cutlass.Constexpr[Pro
             if vector < vectors:
                 store_codes(row, vector, codes)
     if lane == 0:
-        ptx.st_i32(row + problem.hidden_size, stored)
+        scales[0] = stored
 
 
 @cute.jit
@@ -169,11 +171,12 @@ def copy_part(
     vectors, lane = form.hidden_size // 16, arch.lane_idx()
     words = cute.make_rmem_tensor((4 * AHEAD,), Uint32)
     first = part * (32 * AHEAD)
-    load(args.x + Int64(token) * form.hidden_size, first, vectors, words)
+    to, scales = Vectors(row), Ints(row + form.hidden_size)
+    load(Rows(args.x, form.hidden_size).at(token), first, vectors, words)
     for u in range_constexpr(AHEAD):
         vector = first + u * 32 + lane
         if vector < vectors:
-            ptx.st_v4(row + Int64(vector) * 16, [words[4 * u + i] for i in range(4)])
+            to[vector] = [words[4 * u + i] for i in range(4)]
     if part == 0:
         for i in cutlass.range(lane, form.scale_words, 32):
-            ptx.st_i32(row + form.hidden_size + Int64(i) * 4, given_word(form, ranks, args.scales, token, i))
+            scales[i] = given_word(form, ranks, args.scales, token, i)

@@ -7,14 +7,15 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int8, Int32, Int64, const_expr
 from cutlass.cute import arch
 
-from .. import ptx, sync
+from .. import sync
 from ..delivery import Arrived, Delivery
 from ..domains import is_near, slot_of, stager_of
 from ..experts import local_experts
 from ..heap import Problem
 from ..ids import thread_id
-from ..internode.sending import offset_of_batch, row_in
+from ..internode.sending import row_in
 from ..segments import padded
+from ..views import Ints, Rows
 from .push import slot_of_row
 
 
@@ -39,7 +40,7 @@ def await_rows(
             staged = Boolean(False)
             if arch.lane_idx() == 0:
                 batch = token // ranks.heap.problem.batch_tokens
-                flag = ranks.at(ranks.own, "relayed") + Int64(source * ranks.heap.batches + batch) * 8
+                flag = ranks.view("relayed").at(source, batch)
                 ready = Int32(sync.await_word(ranks, flag, source, token)) * 2 + 1
                 if ready < 0:
                     ready = Int32(0)
@@ -85,31 +86,31 @@ def source_row(
 ) -> Int64:  # fmt: skip
     """Address of a token's row: this rank's own lies in x, unless rows travel in a format. Rows from other NVLink
     domains lie with the stager, pushed rows with this rank. `ready`: what `await_rows` gave."""
+    nbytes = delivery.traveling_bytes
     base = x
     if const_expr(delivery.format != ""):
-        base = ranks.at(ranks.peer(source), "rows")
+        base = ranks.view("rows", ranks.peer(source)).base
     elif source != ranks.rank:
         if const_expr(pushed):
-            first = slot_of_row(ranks.heap.problem, source, Int32(0))
-            base = ranks.at(ranks.own, "rows") + Int64(first) * delivery.traveling_bytes
+            base = ranks.view("rows", nbytes=nbytes).at(slot_of_row(ranks.heap.problem, source, Int32(0)))
         else:
-            base = ranks.at(ranks.peer(source), "rows")
-    at = base + Int64(token) * delivery.traveling_bytes
+            base = ranks.view("rows", ranks.peer(source)).base
+    at = Rows(base, nbytes).at(token)
     if const_expr(ranks.heap.problem.num_domains > 1):
         slot = slot_of(ranks, source)
         if slot > 0:
             batch = token // ranks.heap.problem.batch_tokens
             row = row_in(ready >> 1, token - batch * ranks.heap.problem.batch_tokens)
-            at = ranks.peer(stager_of(ranks, source)) + offset_of_batch(ranks, "rows_in", slot, batch)
-            at += Int64(row) * delivery.traveling_bytes
+            rows = ranks.peer(stager_of(ranks, source)) + ranks.offsets("rows_in").at(slot - 1, batch)
+            at = Rows(rows, nbytes).at(row)
     return at
 
 
 class SegmentEnds(NamedTuple):
     """Where the rows of each local expert lie."""
 
-    offs: Int64  # padded end of each
-    counts: Int64  # rows of each
+    offs: Ints  # padded end of each
+    counts: Ints  # rows of each
     alignment: Int32
 
 
@@ -128,8 +129,8 @@ def clear_padding(
     bid, _, _ = arch.block_idx()
     first_local, end_local = local_experts(problem, ranks.rank)
     for e in cutlass.range(bid, end_local - first_local, blocks):
-        count = ptx.ld_i32(segments.counts + Int64(e) * 4)
-        end = ptx.ld_i32(segments.offs + Int64(e) * 4)
+        count = segments.counts[e]
+        end = segments.offs[e]
         row = end - (padded(count, alignment) - count)
         begin = row - count
         if const_expr(given):

@@ -13,7 +13,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass.cute import arch
 
-from .. import ptx
 from ..arrivals import lists
 from ..ids import thread_id
 from ..sync import Ranks
@@ -44,9 +43,9 @@ def count_parts(parts: Parts, of_copy: cutlass.Constexpr[float]) -> None:
     more than expected needs nobody; from there on blocks follow the load."""
     ranks, arrivals, num_rows, always, share, found = parts
     given = lists(arrivals, num_rows)
-    copies = ptx.ld_i32(given.sources + ranks.heap.problem.world_size * 4)
+    copies = given.sources[ranks.heap.problem.world_size]
     copies = cutlass.min(cutlass.max(copies, 0), num_rows)
-    rows = cutlass.min(cutlass.max(ptx.ld_i32(given.copies + Int64(copies) * 8), 0), num_rows)
+    rows = cutlass.min(cutlass.max(given.copies.first[copies], 0), num_rows)
     load = Int64(rows) + Int64(copies) * int(of_copy * 64) // 64
     expected = Int64(cutlass.max(share.expected, 1))
     more = Int64(0)

@@ -61,8 +61,8 @@ MUTATIONS = {
         "latency_across_ahead", SYNC, '    met = ranks.wait("hello", peer, peer, 0)\n', "    met = Boolean(True)\n",
     ),
     "rejection": Mutation(
-        "across_rejected_small", SYNC, '                ptx.st_release_sys(ranks.at(ranks.own, "rejection")',
-        '                ptx.st_release_sys(ranks.own + 17 * 8',
+        "across_rejected_small", SYNC, '                ptx.st_release_sys(ranks.view("rejection").base',
+        '                ptx.st_release_sys(ranks.word(17)',
     ),
     "sent": Mutation(
         "latency_across_rejected", OPERATION, "expected += number_in(said, ranks.base)",
@@ -105,8 +105,8 @@ MUTATIONS = {
         "pushes", PUSH, "args.tokens * self.peers", "(args.tokens - 1) * self.peers",
     ),
     "pushed rows, claims of the next operation": Mutation(
-        "pushes_wide", OPERATION, "ptx.st_v4(ranks.own + CLAIMS * 8, (Int32(0),) * 4)",
-        "ptx.st_u64(ranks.own + CLAIMS * 8, Int64(0))",
+        "pushes_wide", OPERATION, "ptx.st_v4(ranks.word(CLAIMS), (Int32(0),) * 4)",
+        "ptx.st_u64(ranks.word(CLAIMS), Int64(0))",
     ),
     "wanted": Mutation(
         "across_small", SUMS, "        came = sync.await_word(ranks, ranks.own + word, owner, batch)\n",
@@ -157,14 +157,14 @@ MUTATIONS = {
     ),
     "blocks have put": Mutation(
         "latency_across_ahead", FAR,
-        "    while ptx.ld_acquire_gpu(ranks.own + TICKET * 8) != blocks:\n        pass\n", "",
+        "    while ptx.ld_acquire_gpu(ranks.word(TICKET)) != blocks:\n        pass\n", "",
     ),
     "settle, few tokens": Mutation("latency_across_rejected", FAR, "    operation.end_rejected(ranks)\n", ""),
     "few, a route missing": Mutation(
         "rejected_latency", DISPATCH, "Int32(ptx.barrier_count(missing) == 0)", "Int32(ptx.barrier_count(missing) >= 0)"
     ),
     "staged, by blocks that know of an alarm": Mutation(
-        "alarm_staging", "throughput/stage.py", "chunk) * 8, ranks.own_mark)", "chunk) * 8, ranks.mark)"
+        "alarm_staging", "throughput/stage.py", "marks.at(chunk), ranks.own_mark)", "marks.at(chunk), ranks.mark)"
     ),
     "few, lines arrived": Mutation(
         "latency_tokens", "latency/packets.py", "        waiting = missing\n", "        waiting = Int32(0)\n"
@@ -201,8 +201,8 @@ MUTATIONS = {
         "                    pass\n",
     ),
     "own weight of another row": Mutation(
-        "sums_rounded", "throughput/combine.py", "args.recv_weights + Int64(row) * 4)\n        return weight",
-        "args.recv_weights + Int64(row ^ 1) * 4)\n        return weight",
+        "sums_rounded", "throughput/combine.py", "args.recv_weights[row]\n        return weight",
+        "args.recv_weights[row ^ 1]\n        return weight",
     ),
     "own scalars from staging": Mutation(
         "throughput_skewed", "throughput/combine.py",

@@ -38,10 +38,12 @@ class Posting:
 
 def posted(draw: random.Random) -> None:
     """Every flag that a worker posts is set once, whatever the setting warp is late by."""
+    from cute_kernels.views import Words
+
     memory = machine.new_memory(1 << 16)
     flags = memory.take(2 * FLAGS * 8, "flags", 0)
     heap = SimpleNamespace(problem=SimpleNamespace(num_domains=1))
-    ranks = SimpleNamespace(heap=heap, mark=7, peer=lambda rank: flags, at=lambda address, name: address)
+    ranks = SimpleNamespace(heap=heap, mark=7, peer=lambda rank: flags, view=lambda name, address: Words(address))
     run([Launch(Posting(), SimpleNamespace(ranks=ranks, blocks=1))], draw)
     words = [int(memory.load_long(flags + 8 * code)) for code in range(2 * FLAGS)]
     assert words == [7] * 2 * FLAGS, words

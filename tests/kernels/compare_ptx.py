@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import collections
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -85,7 +86,7 @@ def normalized(ptx: str) -> list[str]:
     for raw in body.splitlines():
         line = raw.split("//")[0].strip()
         if line and not line.startswith((".loc", ".file", ".reg", ".section")):
-            lines.append(re.sub(r"%[a-z]+\d+|\$L_\w+\d+|\b[A-Z]+_?\d+\b(?=:|;)", renamed, line))
+            lines.append(re.sub(r"%[a-z]+\d+|\$L_\w+\d+|\b[A-Z]+_?\d+\b(?=:(?!:)|;)", renamed, line))
     return lines
 
 
@@ -94,7 +95,10 @@ def compile_one(kernel: Any) -> tuple[str, dict[str, Any]]:
 
     from cute_kernels import jit
 
-    compiled = jit.compile_kernel(kernel, "sm_90a", keep_ptx=True)
+    try:
+        compiled = jit.compile_kernel(kernel, "sm_90a", keep_ptx=True)
+    except Exception as error:  # of any kind that the DSL raises: the others are compared
+        return described(kernel), dict(lines=[f"fails: {str(error)[:400]}"], registers=0, stack=0, code=0)
     found = sections(bytes(compiled.__cubin__))
     info = found[".nv.info"].content
     code = sum(section.nbytes for name, section in found.items() if name.startswith(".text."))
@@ -113,8 +117,10 @@ def write(path: Path, only: list[str], processes: int) -> None:
 
 
 def compiled(checkout: Path, keep: Path, only: list[str], processes: int) -> dict[str, Any]:
-    digest = hashlib.sha256(" ".join(["compare", *only]).encode())
-    for path in [*sorted((checkout / "cute_kernels").rglob("*.py")), HERE]:
+    digest = hashlib.sha256(" ".join(only).encode())
+    for part in (kernels, normalized, compile_one):
+        digest.update(inspect.getsource(part).encode())
+    for path in sorted((checkout / "cute_kernels").rglob("*.py")):
         digest.update(path.read_bytes())
     made = keep / f"{digest.hexdigest()[:24]}.json"
     if not made.exists():
@@ -127,7 +133,8 @@ def compiled(checkout: Path, keep: Path, only: list[str], processes: int) -> dic
 
 def instructions(lines: list[str]) -> collections.Counter[str]:
     """Return how often each instruction occurs."""
-    words = (re.sub(r"^(\{\s*)?(@!?%\w+ )?", "", line).split()[0].rstrip(";") for line in lines)
+    each = (part.strip(" {}\t") for line in lines for part in line.split(";"))
+    words = (re.sub(r"^(\w+: )?(@!?%?\w+ )?", "", part).split(" ")[0] for part in each)
     return collections.Counter(word for word in words if re.match(r"[a-z]", word))
 
 
@@ -135,6 +142,8 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> str | None:
     """Return what differs, or None."""
     if before["lines"] == after["lines"]:
         return None
+    if after["lines"][0].startswith("fails"):
+        return after["lines"][0]
     was, now = instructions(before["lines"]), instructions(after["lines"])
     changed = {name: now[name] - was[name] for name in sorted({*was, *now}) if now[name] != was[name]}
     parts = [f"{sum(was.values())} -> {sum(now.values())} instructions"]

@@ -17,8 +17,9 @@ from launches import PROBLEM, across
 
 from cute_kernels import jit
 from cute_kernels.internode.wire import Nvlink, Nvshmem
-from cute_kernels.launch import RankArgs, gather, names
+from cute_kernels.launch import RankArgs, gather, is_address, names
 from cute_kernels.throughput.pull import Pull
+from cute_kernels.views import View
 from ep_ops import symmetric
 from ep_ops.backends.cute import latency, launcher
 from ep_ops.backends.cute.throughput import kernels_of
@@ -36,14 +37,17 @@ def test_signature_follows_from_the_arguments(kernel: Any) -> None:
     flat = [*RankArgs.__annotations__.values(), *list(fields.values())[1:]]
     assert len(given) == len(flat)
     for value, kind in zip(given, flat, strict=True):
-        assert type(value) is kind and kind in (Int32, Int64)
+        assert type(value) is (Int64 if is_address(kind) else kind) and type(value) in (Int32, Int64)
     tensors, numbers = names(kernel.Args)
     assert ("ranks", *tensors, *numbers) == kernel.Args._fields, "addresses come first"
     assert len(kernel.signature()) == len(RankArgs._fields) + len(tensors) + len(numbers) + 1
 
     marked = tuple(range(len(flat)))
     args = gather(kernel.Args, marked)
-    assert args.ranks == RankArgs(*marked[:6]) and tuple(args[1:]) == marked[6:]
+    assert args.ranks == RankArgs(*marked[:6])
+    assert tuple(value.base if isinstance(value, View) else value for value in args[1:]) == marked[6:]
+    kinds = [kind if issubclass(kind, View) else int for kind in list(fields.values())[1:]]
+    assert [type(value) for value in args[1:]] == kinds
 
 
 def launcher_of(table: torch.Tensor, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> Any:
