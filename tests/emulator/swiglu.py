@@ -43,7 +43,7 @@ class Rows:
         out, scales = (self.memory.take(max(size, 16), name) for size, name in
                        ((out_bytes, "out"), (scale_bytes, "scales")))  # fmt: skip
         args = numbered(
-            kernel.Args, **at, out=out, scales=scales, num_rows=self.rows, slots=self.slots,
+            kernel.Args, **at, weights=0, out=out, scales=scales, made=0, dots=0, num_rows=self.rows, slots=self.slots,
             experts=len(self.of.counts), alignment=self.alignment, blocks=self.draw.randint(1, 2),
         )  # fmt: skip
         run([Launch(kernel, args)], self.draw)
