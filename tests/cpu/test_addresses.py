@@ -64,7 +64,7 @@ def test_only_views_compute_addresses() -> None:
 
 
 def test_these_places_are_found() -> None:
-    """What kernels did before there were views."""
+    """The ways in which an address can be computed by hand are recognized."""
     text = """
 at = ranks.at(ranks.own, "kept") + Int64(tile * p.world_size + source) * 8
 row = ptx.ld_i32(args.send_rows + Int64(j) * 4)

@@ -1,4 +1,4 @@
-"""What the planner chooses is as recorded in `choices.txt`: kernels, their variants, and the roles of their blocks.
+"""The planner chooses kernels, their variants and the roles of their blocks as recorded in `choices.txt`.
 
 The record has a section for all calls with the same choices, and in it a line for each set of machines (GPU and number
 of ranks) with the same ones. A choice begins with the number of tokens of a rank from which on it is made. A change
