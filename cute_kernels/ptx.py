@@ -140,6 +140,10 @@ def ld_shared_v4(ptr: Any) -> tuple[Uint32, Uint32, Uint32, Uint32]:
     return _get([Uint32] * 4, "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", Int32(ptr.toint()))
 
 
+def st_shared(ptr: Any, value: Int32) -> None:
+    _run("st.shared.b32 [{$r0}], {$r1};", Int32(ptr.toint()), value)
+
+
 def ld_acquire_shared(ptr: Any) -> Int32:
     return _get(Int32, "ld.acquire.cta.shared.b32 {$w0}, [{$r0}];", Int32(ptr.toint()))
 
@@ -341,13 +345,15 @@ def ldmatrix(smem_ptr: Any, transposed: bool) -> tuple[Uint32, Uint32, Uint32, U
     return _get([Uint32] * 4, text, Int32(smem_ptr.toint()))
 
 
-_MMA = {"bf16": "bf16", "fp16": "f16"}
+_MMA = {"bf16": "m16n8k16.row.col.f32.bf16.bf16", "fp16": "m16n8k16.row.col.f32.f16.f16",
+        "e4m3": "m16n8k32.row.col.f32.e4m3.e4m3"}  # fmt: skip
 
 
 def mma(sums: Sequence[Any], a: Sequence[Any], b: Sequence[Any], dtype: str) -> tuple[Float32, ...]:
-    """By a warp: return sums [16, 8] + a [16, 16] b [16, 8] in fp32, in the layouts of mma.m16n8k16."""
+    """By a warp: return sums [16, 8] + a [16, K] b [K, 8] in fp32, in the layouts of mma.m16n8k16. "e4m3": of
+    mma.m16n8k32, in which two codes stand for each 16-bit number."""
     text = (
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{_MMA[dtype]}.{_MMA[dtype]}.f32 "
+        f"mma.sync.aligned.{_MMA[dtype]}.f32 "
         "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};"
     )
     return _get([Float32] * 4, text, *a, *b, *sums)

@@ -55,8 +55,17 @@ class Segment(NamedTuple):
     named: Int32  # number of experts that have rows
 
 
+class Part(NamedTuple):
+    """What a block computes at a time."""
+
+    expert: Int32
+    column: Int32  # the first one of the result
+    begin: Int32  # the first row
+    rows: Int32
+
+
 class Tile(NamedTuple):
-    """What a block computes at a time. It has a thread for each column of weights."""
+    """The size of what a block computes at a time. It has a thread for each column of weights."""
 
     columns: int
     """Columns of weights: 64, 128 or 256."""
@@ -174,6 +183,11 @@ class FewRows(Launched):
 
     @cute.kernel
     def kernel(self, args: FewRowsArgs) -> None:
+        self.block(args)
+
+    @cute.jit
+    def block(self, args: Any) -> None:
+        """By all threads: compute what belongs to a block."""
         bid, _, _ = arch.block_idx()
         smem = cutlass.memory.SmemAllocator()
         ring = smem.allocate_array(Uint8, self.tile.stages * self.tile.stage_bytes, byte_alignment=128)
@@ -188,7 +202,7 @@ class FewRows(Launched):
                 arch.sync_threads()  # nobody reads the ring of the expert before
 
     @cute.jit
-    def take(self, args: FewRowsArgs, ring: Any, number: Int32, column: Int32) -> Int32:
+    def take(self, args: Any, ring: Any, number: Int32, column: Int32) -> Int32:
         """Compute columns of the `number`-th expert that has rows, if there are so many. Return their number."""
         segment = self.find(args, number)
         if segment.rows > 0:
@@ -199,7 +213,8 @@ class FewRows(Launched):
             done = Int32(0)
             while done < segment.rows:
                 rows = cutlass.min(segment.rows - done, self.tile.rows)
-                self.multiply(args, ring, weights, column, segment.begin + done, rows)
+                part = Part(segment.expert, column, segment.begin + done, rows)
+                self.multiply(args, ring, weights, part)
                 done += self.tile.rows
                 if done < segment.rows:
                     arch.sync_threads()  # nobody reads the ring any more
@@ -213,7 +228,7 @@ class FewRows(Launched):
             self.load_weights(ring + stage * self.tile.stage_bytes, weights, column, Int32(stage))
 
     @cute.jit
-    def find(self, args: FewRowsArgs, number: Int32) -> Segment:
+    def find(self, args: Any, number: Int32) -> Segment:
         """By a warp: return the rows of the `number`-th expert that has any, counted from 0."""
         lane = arch.lane_idx()
         counts, ends = [], []
@@ -236,7 +251,7 @@ class FewRows(Launched):
         return Segment(expert, begin, rows, before)
 
     @cute.jit
-    def multiply(self, args: FewRowsArgs, ring: Any, weights: Int64, column: Int32, begin: Int32, rows: Int32) -> None:
+    def multiply(self, args: Any, ring: Any, weights: Int64, part: Part) -> None:
         """Compute a block of rows. The copies of the weights of the first stages have been started."""
         tile = self.tile
         ahead = tile.stages - 1
@@ -244,10 +259,10 @@ class FewRows(Launched):
         for group in range_constexpr(2 * self.groups):
             for i in range_constexpr(4):
                 acc[4 * group + i] = Float32(0.0)
-        x = args.x + Int64(begin) * (2 * self.depth)
+        x = args.x + Int64(part.begin) * (2 * self.depth)
         for step in range_constexpr(ahead):
             if const_expr(step < self.steps):
-                self.load_rows(ring + step * tile.stage_bytes, x, rows, Int32(step))
+                self.load_rows(ring + step * tile.stage_bytes, x, part.rows, Int32(step))
             ptx.cp_async_commit()
         stage, free = Int32(0), Int32(ahead)
         for step in cutlass.range(self.steps):
@@ -255,19 +270,19 @@ class FewRows(Launched):
             arch.sync_threads()  # the stage is full for all threads, and nobody reads the one before it any more
             if step + ahead < self.steps:
                 into = ring + free * tile.stage_bytes
-                self.load_weights(into, weights, column, step + ahead)
-                self.load_rows(into, x, rows, step + ahead)
+                self.load_weights(into, weights, part.column, step + ahead)
+                self.load_rows(into, x, part.rows, step + ahead)
             ptx.cp_async_commit()
             if step == max(self.steps - ahead, 0):
                 arch.griddepcontrol_launch_dependents()
-            self.add(ring + stage * tile.stage_bytes, rows, acc)
+            self.add(args, ring + stage * tile.stage_bytes, part, step, acc)
             stage += 1
             if stage == tile.stages:
                 stage = Int32(0)
             free += 1
             if free == tile.stages:
                 free = Int32(0)
-        self.store(args, column, begin, rows, acc)
+        self.store(args, ring, part, acc)
 
     # ------------------------------------------------------------------ copies
 
@@ -326,15 +341,15 @@ class FewRows(Launched):
     # ------------------------------------------------------------------ products
 
     @cute.jit
-    def add(self, stage: Any, rows: Int32, acc: Any) -> None:
+    def add(self, args: Any, stage: Any, part: Part, step: Int32, acc: Any) -> None:
         """By a warp: add the products of a stage to the sums."""
         lane, warp = arch.lane_idx(), warp_id()
         matrix, line = lane // 8, lane % 8
         x = stage + 2 * self.tile.half_bytes
         for pair in range_constexpr(self.tile.depth // 32):  # two steps of 16 each
             weights = []
-            for step in range_constexpr(2):
-                k = pair * 2 + step
+            for which in range_constexpr(2):
+                k = pair * 2 + which
                 for half in range_constexpr(2):
                     at = stage + half * self.tile.half_bytes
                     if const_expr(self.transposed):
@@ -343,38 +358,47 @@ class FewRows(Launched):
                         at = at + swizzled(k * 16 + matrix // 2 * 8 + line, warp * 2 + matrix % 2, self.pitch)
                     weights.append(ptx.ldmatrix(at, not self.transposed))
             for group in range_constexpr(self.groups):
-                if group * 8 < rows:
+                if group * 8 < part.rows:
                     some = ptx.ldmatrix(x + swizzled(group * 8 + line, pair * 4 + matrix, self.tile.chunks), False)
-                    for step in range_constexpr(2):
+                    for which in range_constexpr(2):
                         for half in range_constexpr(2):
                             first = (half * self.groups + group) * 4
                             sums = ptx.mma(
-                                [acc[first + i] for i in range(4)], weights[2 * step + half],
-                                some[2 * step : 2 * step + 2], self.dtype,
+                                [acc[first + i] for i in range(4)], weights[2 * which + half],
+                                some[2 * which : 2 * which + 2], self.dtype,
                             )  # fmt: skip
                             for i in range_constexpr(4):
                                 acc[first + i] = sums[i]
 
     @cute.jit
-    def store(self, args: FewRowsArgs, column: Int32, begin: Int32, rows: Int32, acc: Any) -> None:
+    def store(self, args: Any, ring: Any, part: Part, acc: Any) -> None:
+        """By a warp: store the sums. The ring may be in use by other warps."""
+        self.store_rows(args, part, acc)
+
+    @cute.jit
+    def store_rows(self, args: Any, part: Part, acc: Any) -> None:
         """By a warp: round the sums and store them. A lane has two rows of a column, then two columns of a row."""
         lane, warp = arch.lane_idx(), warp_id()
         for group in range_constexpr(self.groups):
-            if group * 8 < rows:
+            if group * 8 < part.rows:
                 row = group * 8 + lane // 4
-                to = args.out + Int64(begin + row) * (2 * self.width)
+                to = args.out + Int64(part.begin + row) * (2 * self.width)
                 for half in range_constexpr(1 if self.gated else 2):
                     first = (half * self.groups + group) * 4
                     values = [acc[first + i] for i in range(4)]
                     if const_expr(self.gated):
-                        ups = [acc[self.groups * 4 + first + i] for i in range(4)]
-                        values = [gate * ptx.sigmoid(gate) * up for gate, up in zip(values, ups, strict=True)]
+                        values = self.gated_values(acc, group)
                     words = ptx.pack(values, self.dtype)
                     for i in range_constexpr(2):
                         word = ptx.movmatrix(words[i])
-                        at = column + (half * self.tile.half + i * 8) + warp * 16 + lane % 4 * 2
-                        if row < rows and at < self.width:
+                        at = part.column + (half * self.tile.half + i * 8) + warp * 16 + lane % 4 * 2
+                        if row < part.rows and at < self.width:
                             ptx.st_i32(to + Int64(at) * 2, Int32(word))
+
+    def gated_values(self, acc: Any, group: int) -> list[Any]:
+        """Return silu(gate) * up of a group of rows."""
+        gates, ups = ([acc[(half * self.groups + group) * 4 + i] for i in range(4)] for half in range(2))
+        return [gate * ptx.sigmoid(gate) * up for gate, up in zip(gates, ups, strict=True)]
 
 
 @cute.jit

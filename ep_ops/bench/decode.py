@@ -2,6 +2,7 @@
 
 ep-ops bench decode --model qwen3-30b                          # on all GPUs of this host
 ep-ops bench decode --model deepseek-v3 --experts 32 --ranks 1      # as many experts as a rank of eight has
+ep-ops bench decode --model deepseek-v3 --experts 32 --ranks 1 --weights e4m3
 torchrun --nproc-per-node 4 -m ep_ops bench decode --hidden 4096 --width 1536 --experts 128 --top-k 8 --out decode.json
 ep-ops bench decode --device cpu --tokens 1,2 --hidden 64 --width 32 --experts 8 --top-k 2 --replays 3
 
@@ -12,7 +13,10 @@ one layer, the median over replays of the slowest rank.
 The floor is the time in which the weights of the experts that tokens name are read once, on the rank with most of them,
 by a kernel that only reads. Its speed is measured first. It and the plain Triton kernels need triton.
 
-On one rank the layers of vLLM and flashinfer are measured as well, if they are installed. They have no exchange.
+On one rank layers of vLLM, flashinfer and DeepGEMM are measured as well, if these are installed.
+
+With `--weights e4m3` experts have e4m3 weights with a scale for each 128 x 128, and rows are sent in e4m3. The layer
+with torch's GEMMs, whose results others are compared with, has the same weights in bfloat16.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ import torch
 from torch import Tensor
 
 from ep_ops import Communicator
-from ep_ops.nn import expert_mlp, few_rows_mlp
+from ep_ops.nn import expert_mlp, few_rows_mlp, few_rows_mlp_e4m3
 from ep_ops.records import Dispatched
 
 from . import other_layers
@@ -58,13 +62,16 @@ NAMES = {
     "triton": "layer, plain Triton kernels",
     "vllm": "vLLM's Triton kernels, no exchange",
     "flashinfer": "flashinfer's CuTe DSL layer, no exchange",
+    "deep_gemm": "layer, DeepGEMM's masked GEMMs",
     "gemms": "GEMMs for few rows alone",
     "pair": "dispatch + combine alone",
 }
 """What is measured -> its name in the table, in that order."""
 READ_BYTES = 2 * 2**30
-MAX_ERROR = 2e-2
-"""Largest relative error of a layer, compared with that of torch's GEMMs."""
+MAX_ERROR = {"bf16": 2e-2, "e4m3": 8e-2}
+"""Weights -> largest relative error of a layer, compared with that of torch's GEMMs. With e4m3 weights, what the other
+layer multiplies them by is quantized, too."""
+FORMAT = "e4m3/128/fp32"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -75,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--model", choices=MODELS, default="deepseek-v3", help="sizes that are not given (default: %(default)s)"
     )
+    options.add_argument("--weights", choices=MAX_ERROR, default="bf16", help="(default: %(default)s)")
     options.add_argument("--calls", type=positive, default=10, help="layers in a graph (default: %(default)s)")
     options.add_argument("--replays", type=positive, default=30, help="that are timed (default: %(default)s)")
     options.add_argument(
@@ -86,7 +94,26 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser()
     options.set_defaults(**MODELS[options.parse_args(argv).model]._asdict())
-    return on_every_rank(measure, read(options, argv))
+    args = read(options, argv)
+    if args.weights == "e4m3" and (args.hidden % 128 or args.width % 128):
+        options.error(f"--hidden is {args.hidden} and --width {args.width}; allowed for e4m3: multiples of 128")
+    return on_every_rank(measure, args)
+
+
+def quantize_weights(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes [El, N, K] of weights [El, K, N], sizes multiples of 128, and a scale, a power of two, for each
+    128 x 128. The weights become what these stand for."""
+    experts, depth, columns = w.shape
+    codes = torch.empty(experts, columns, depth, dtype=torch.float8_e4m3fn, device=w.device)
+    scales = torch.empty(experts, columns // 128, depth // 128, device=w.device)
+    for e in range(experts):  # one at a time, which needs little memory
+        blocks = w[e].t().float().view(columns // 128, 128, depth // 128, 128)
+        scales[e] = (blocks.abs().amax((1, 3)).clamp(min=1e-12) / 448).log2().ceil().exp2()
+        by = scales[e][:, None, :, None]
+        rounded = (blocks / by).to(codes.dtype)
+        codes[e] = rounded.view(columns, depth)
+        w[e] = (rounded.float() * by).view(columns, depth).t()
+    return codes, scales
 
 
 def gemm_kernels(sizes: LayerSizes, local_experts: int, ranks: int, tokens: Sequence[int], turned: bool) -> list[Any]:
@@ -103,6 +130,15 @@ def gemm_kernels(sizes: LayerSizes, local_experts: int, ranks: int, tokens: Sequ
     ]
 
 
+def e4m3_kernels(sizes: LayerSizes, local_experts: int, ranks: int, tokens: Sequence[int]) -> list[Any]:
+    """Return the kernels for few rows and e4m3 weights."""
+    from ep_ops.backends.cute.local_kernels import Share, few_rows_e4m3_kernels
+
+    shares = [Share(count, sizes.top_k, ranks) for count in tokens]
+    given = local_experts, sizes.hidden, sizes.width
+    return [kernel for share in shares for kernel in few_rows_e4m3_kernels(*given, share)]
+
+
 def measure(device: torch.device, args: argparse.Namespace) -> None:
     with DecodeLayers(device, args) as run, torch.no_grad():
         run.everything()
@@ -113,27 +149,35 @@ class DecodeLayers(Run):
 
     def __init__(self, device: torch.device, args: argparse.Namespace) -> None:
         sizes = {name: getattr(args, name) for name in ("model", *LayerSizes._fields, "calls", "replays")}
-        super().__init__(device, args, table, benchmark="decode", dtype="bf16", **sizes, read_tb_s=None, results=[])
-        self.by_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        facts = sizes | {"weights": args.weights, "read_tb_s": None, "results": []}
+        super().__init__(device, args, table, benchmark="decode", dtype="bf16", **facts)
+        self.has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        self.codes: tuple[Tensor, ...] = ()
+        """Weights and scales, with e4m3 weights."""
         self.others: dict[str, other_layers.Layer] = {}
 
     def everything(self) -> None:
         args = self.args
         workload = Workload(max(args.tokens), args.hidden, args.experts, args.top_k)
         self.steps = len(args.tokens)
-        if self.by_triton:
+        if self.has_triton:
             self.found["read_tb_s"] = self.read_speed()
             self.say(f"a kernel that only reads: {self.found['read_tb_s']:.2f} TB/s")
         with self.communicator(workload) as comm:
-            turned = "transposed" in args.only
+            turned = "transposed" in args.only and args.weights == "bf16"
             if comm.backend.name == "cute":
                 sizes = LayerSizes(args.hidden, args.width, args.experts, args.top_k)
                 gemms = gemm_kernels(sizes, comm.num_local_experts, comm.world_size, args.tokens, turned)
+                if args.weights == "e4m3":
+                    gemms = e4m3_kernels(sizes, comm.num_local_experts, comm.world_size, args.tokens)
                 self.compile([], comm, others=gemms)
             self.weights = made(comm, args.width)
             self.turned = tuple(w.mT.contiguous().mT for w in self.weights) if turned else None
+            if args.weights == "e4m3":
+                self.codes = tuple(tensor for w in self.weights for tensor in quantize_weights(w))
             if self.world_size == 1:
-                self.others = other_layers.installed(args.only, *self.weights, self.say)
+                weights = self.codes or self.weights
+                self.others = other_layers.installed(args.only, args.weights, comm, weights, self.say)
             for tokens in args.tokens:
                 self.found["results"].append(self.size(comm, tokens))
                 self.done += 1
@@ -160,30 +204,40 @@ class DecodeLayers(Run):
         scores = torch.rand(tokens, args.top_k, generator=draw, device=self.device) + 0.1
         scores /= scores.sum(1, keepdim=True)
         given: list[tuple[Tensor, ...]] = [(x, route, scores) for route in routes]
-        sent = [comm.dispatch(*each, max_tokens=tokens, zeros=False) for each in given]
-        y = torch.zeros_like(sent[0].x)
+        how: dict[str, Any] = {"max_tokens": tokens, "zeros": False}
+        if self.codes:
+            how |= {"format": FORMAT, "scales_as": "rows"}
+        sent = [comm.dispatch(*each, **how) for each in given]
+        y = torch.zeros(sent[0].x.shape, dtype=comm.dtype, device=self.device)
         counts = [each.route.counts for each in sent]
         named = self.worst({"named": sum(int((count > 0).sum()) for count in counts) / args.calls})["named"]
         found: Found = {"tokens": tokens, "named": named}
         if self.found["read_tb_s"]:
-            found["floor_us"] = named * 3 * args.hidden * args.width * 2 / self.found["read_tb_s"] / 1e6
+            found["floor_us"] = (
+                named * 3 * args.hidden * args.width * (1 if self.codes else 2) / self.found["read_tb_s"] / 1e6
+            )
 
         def layer(gemms: str, weights: tuple[Tensor, ...]) -> Callable[[int], Tensor]:
             return lambda i: expert_mlp(comm, *given[i], *weights, max_tokens=tokens, gemms=gemms).out
 
-        def pair(i: int) -> Tensor:
-            got = comm.dispatch(*given[i], max_tokens=tokens, zeros=False)
-            return comm.combine(y, got.route, got.weights)
+        def gemms(got: Dispatched) -> Tensor:
+            if self.codes:
+                return few_rows_mlp_e4m3(got.x, got.scales, *self.codes, got.route, comm.world_size)
+            return few_rows_mlp(got.x, *self.weights, got.route, comm.world_size)
+
+        def between(i: int, compute: Callable[[Dispatched], Tensor]) -> Tensor:
+            got = comm.dispatch(*given[i], **how)
+            return comm.combine(compute(got), got.route, got.weights)
 
         ways: dict[str, Callable[[int], Any]] = {
-            "memory": layer("memory", self.weights),
+            "memory": (lambda i: between(i, gemms)) if self.codes else layer("memory", self.weights),
             "torch": layer("torch", self.weights),
-            "gemms": lambda i: few_rows_mlp(sent[i].x, *self.weights, sent[i].route, comm.world_size),
-            "pair": pair,
+            "gemms": lambda i: gemms(sent[i]),
+            "pair": lambda i: between(i, lambda got: y),
         }
         if self.turned is not None:
             ways["transposed"] = layer("memory", self.turned)
-        if self.by_triton and "triton" in args.only:
+        if self.has_triton and "triton" in args.only and not self.codes:
             ways["triton"] = self.triton_layer(comm, given, sent)
         expected = ways["torch"](0)
         for name in list(self.others):
@@ -197,14 +251,14 @@ class DecodeLayers(Run):
         others = [name for name in ("memory", "transposed", "triton") if name in ways]
         errors: dict[str, float] = {name: relative_error(ways[name](0), expected) for name in others}
         found["error"] = max(self.worst(errors).values())
-        return found | {"correct": found["error"] <= MAX_ERROR}
+        return found | {"correct": found["error"] <= MAX_ERROR[args.weights]}
 
     def agrees(self, name: str, given: tuple[Tensor, ...], expected: Tensor) -> bool:
         """Return whether another library's layer returns what torch's GEMMs do. One that does not, or that fails, is
         left out from here on."""
         try:
             error = relative_error(self.others[name](*given), expected)
-            problem = "" if error <= MAX_ERROR else f"its results differ by {error:.1e}"
+            problem = "" if error <= MAX_ERROR[self.args.weights] else f"its results differ by {error:.1e}"
         except Exception as failure:  # an installation that does not support this GPU
             problem = str(failure)
         if problem:
@@ -258,7 +312,7 @@ def table(run: Found) -> list[str]:
     """Return the lines of the table for a terminal."""
     speed = f"; a kernel that only reads: {run['read_tb_s']:.2f} TB/s" if run["read_tb_s"] else ""
     sizes = f"{run['experts']} experts, top-{run['top_k']}, hidden {run['hidden']}, width {run['width']}"
-    heading = f"{sizes}, {run['dtype']}; graphs of {run['calls']}, median of {run['replays']} replays{speed}"
+    heading = f"{sizes}, weights {run['weights']}; graphs of {run['calls']}, median of {run['replays']} replays{speed}"
     results = run["results"]
     rows = [["µs (ratio to the floor) at T =", *(str(result["tokens"]) for result in results)]]
     rows.append(["experts named, busiest rank", *(f"{result['named']:.1f}" for result in results)])

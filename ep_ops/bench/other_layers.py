@@ -1,7 +1,7 @@
-"""MoE layers of inference engines, to compare decode steps with, where these libraries are installed.
+"""MoE layers of other libraries, to compare decode steps with, where these are installed.
 
 Each computes weighted sums of SwiGLU experts from tokens, expert ids and routing weights, on one GPU that holds all
-experts. None has an exchange between ranks.
+experts. Those of inference engines have no exchange between ranks.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ep_ops import Communicator, formats
+from ep_ops.nn import swiglu_quantized
+
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 """x [T, H], expert ids int32 [T, K], routing weights float32 [T, K] -> [T, H]."""
 
 
-def vllm(w_in: Tensor, w_out: Tensor) -> Layer:
+def vllm(comm: Communicator, w_in: Tensor, w_out: Tensor) -> Layer:
     """Return vLLM's Triton kernels with the tiles that it ships. ImportError if they are not installed."""
     from vllm.model_executor.layers.fused_moe import fused_experts
 
@@ -25,7 +28,7 @@ def vllm(w_in: Tensor, w_out: Tensor) -> Layer:
     return lambda x, ids, weights: fused_experts(x, first, second, weights, ids)
 
 
-def flashinfer(w_in: Tensor, w_out: Tensor) -> Layer:
+def flashinfer(comm: Communicator, w_in: Tensor, w_out: Tensor) -> Layer:
     """Return flashinfer's CuTe DSL layer for Hopper, tuned in the first call of each shape. ImportError if it is not
     installed."""
     from flashinfer import autotune, cute_dsl_fused_moe_bf16
@@ -45,21 +48,60 @@ def flashinfer(w_in: Tensor, w_out: Tensor) -> Layer:
     return layer
 
 
-LAYERS: dict[str, Callable[[Tensor, Tensor], Layer]] = {"vllm": vllm, "flashinfer": flashinfer}
+def vllm_e4m3(comm: Communicator, w_in: Tensor, in_scales: Tensor, w_out: Tensor, out_scales: Tensor) -> Layer:
+    """Return vLLM's block-scaled Triton kernels with the tiles that it ships. They quantize x."""
+    from vllm.model_executor.layers.fused_moe import fused_experts
+    from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+
+    config = fp8_w8a8_moe_quant_config(w1_scale=in_scales, w2_scale=out_scales, block_shape=[128, 128])
+    return lambda x, ids, weights: fused_experts(x, w_in, w_out, weights, ids, quant_config=config)
 
 
-def installed(names: tuple[str, ...], w_in: Tensor, w_out: Tensor, say: Callable[[str], Any]) -> dict[str, Layer]:
+def deep_gemm(comm: Communicator, w_in: Tensor, in_scales: Tensor, w_out: Tensor, out_scales: Tensor) -> Layer:
+    """Return DeepGEMM's masked grouped GEMMs between dispatch and combine of a communicator, on padded rows."""
+    import deep_gemm as library
+
+    form, gemm = "e4m3/128/fp32", library.m_grouped_fp8_gemm_nt_masked
+    experts, hidden, width = w_out.shape
+
+    def layer(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        slots = formats.round_up(x.shape[0] * comm.world_size, 128)
+        got = comm.dispatch(
+            x, ids, weights, max_tokens=x.shape[0], format=form, scales_as="columns", layout="padded", slots=slots,
+            zeros=False,
+        )  # fmt: skip
+        mean = max(1, ids.numel() * comm.world_size // comm.num_experts)
+        h, y = (x.new_empty(experts, slots, columns) for columns in (2 * width, hidden))
+        gemm((got.x.view(experts, slots, hidden), got.scales), (w_in, in_scales), h, got.route.counts, mean)
+        codes, scales = swiglu_quantized(h.flatten(0, 1), got.route, form, "columns")
+        gemm((codes.view(experts, slots, width), scales), (w_out, out_scales), y, got.route.counts, mean)
+        return comm.combine(y.flatten(0, 1), got.route, got.weights)
+
+    return layer
+
+
+LAYERS: dict[str, dict[str, Callable[..., Layer]]] = {
+    "bf16": {"vllm": vllm, "flashinfer": flashinfer},
+    "e4m3": {"vllm": vllm_e4m3, "deep_gemm": deep_gemm},
+}
+"""Weights -> name -> layer."""
+
+
+def installed(
+    names: tuple[str, ...], kind: str, comm: Communicator, weights: tuple[Tensor, ...], say: Callable[[str], Any]
+) -> dict[str, Layer]:
     """Return the layers that are installed, of those named. `say` receives the reason why another is left out.
 
     Args:
-        w_in: gate and up [E, H, 2F].
-        w_out: down [E, F, H].
+        kind: of the weights: "bf16" or "e4m3".
+        weights: gate and up [E, H, 2F] and down [E, F, H]; or w_in, in_scales, w_out, out_scales as for
+            :func:`ep_ops.nn.few_rows_mlp_e4m3`.
     """
     found = {}
-    for name in LAYERS:
+    for name, layer in LAYERS[kind].items():
         if name in names:
             try:
-                found[name] = LAYERS[name](w_in, w_out)
+                found[name] = layer(comm, *weights)
             except Exception as error:  # an import of a library that does not support this host may raise anything
                 say(f"{name} is not measured: {error}")
     return found

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from e4m3_experts import exact
 from torch import Tensor
 
 from ep_ops.bench import decode, other_layers
@@ -40,9 +43,42 @@ def test_runs_on_a_cpu(tmp_path: Path) -> None:
     assert found["benchmark"] == "decode" and found["width"] == 32 and found["read_tb_s"] is None
     assert [result["tokens"] for result in found["results"]] == [1, 3]
     for result in found["results"]:
-        assert result["correct"] and 0 < result["error"] < decode.MAX_ERROR and 0 < result["named"] <= 6
+        assert result["correct"] and 0 < result["error"] < decode.MAX_ERROR["bf16"] and 0 < result["named"] <= 6
         assert all(result[name] > 0 for name in ("memory", "transposed", "torch", "gemms", "pair"))
     assert not any("floor" in line for line in decode.table(found)[2:])
+
+
+def run_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: str) -> list[dict]:
+    """Run the benchmark in this process and return its results."""
+    out = tmp_path / "found.json"
+    stores = (str(tmp_path / f"store{i}") for i in itertools.count(len(list(tmp_path.iterdir()))))
+    monkeypatch.setattr(decode, "on_every_rank", lambda measure, args: _process(0, next(stores), 1, measure, args))
+    assert cli.main(["bench", "decode", *SMALL.split(), *options.split(), "--out", str(out)]) == 0
+    return json.loads(out.read_text())["results"]
+
+
+E4M3 = "--weights e4m3 --hidden 128 --width 128"
+
+
+def test_e4m3_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Compared with the same weights in bfloat16."""
+    for result in run_here(monkeypatch, tmp_path, E4M3):
+        assert result["correct"] and 5e-3 < result["error"] < decode.MAX_ERROR["e4m3"]
+        assert all(result[name] > 0 for name in ("memory", "torch", "gemms", "pair")) and "transposed" not in result
+    assert "weights e4m3; graphs of 2" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "decode", *SMALL.split(), "--weights", "e4m3"])
+    assert "--hidden is 64 and --width 32; allowed for e4m3: multiples of 128" in capsys.readouterr().err
+
+
+def test_quantized_weights() -> None:
+    """Codes times scales are the weights that remain, and these differ from the given ones by rounding to e4m3."""
+    given = torch.randn(2, 256, 384, generator=torch.Generator().manual_seed(3)).bfloat16()
+    w = given.clone()
+    codes, scales = decode.quantize_weights(w)
+    by = scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    assert codes.shape == (2, 384, 256) and torch.equal((codes.float() * by).mT.bfloat16(), w)
+    assert ((w.float() - given.float()).abs() <= given.float().abs() / 16 + by.mT / 1024).all()
 
 
 def dense(x: Tensor, ids: Tensor, weights: Tensor, gates: Tensor, ups: Tensor, downs: Tensor) -> Tensor:
@@ -56,13 +92,18 @@ def dense(x: Tensor, ids: Tensor, weights: Tensor, gates: Tensor, ups: Tensor, d
 
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Stand-ins for vLLM 0.33 and flashinfer 0.7.2, with their parameters and layouts of weights. Returns whether each
-    call of flashinfer was tuned."""
+    """Stand-ins for vLLM 0.33, flashinfer 0.7.2 and DeepGEMM, with their parameters and layouts of weights. Returns
+    whether each call of flashinfer was tuned."""
     tuned: list[bool] = []
 
     def fused_experts(
-        hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, activation: str = "silu"
-    ) -> Tensor:
+        hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, activation: str = "silu",
+        *, quant_config: dict | None = None,
+    ) -> Tensor:  # fmt: skip
+        if quant_config is not None:
+            assert quant_config["block_shape"] == [128, 128] and w1.dtype == torch.float8_e4m3fn
+            w1, w2 = exact(w1, quant_config["w1_scale"]).float(), exact(w2, quant_config["w2_scale"]).float()
+            hidden_states = hidden_states.float()
         assert hidden_states.is_contiguous() and w1.stride(-1) == 1 and w2.stride(-1) == 1
         assert hidden_states.size(1) == w1.size(2) and topk_weights.size() == topk_ids.size()
         assert topk_ids.dtype == torch.int32 and topk_weights.dtype == torch.float32
@@ -84,6 +125,18 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         tuned.append(tune_mode)
         yield
 
+    def m_grouped_fp8_gemm_nt_masked(
+        a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], d: Tensor, masked_m: Tensor, expected_m: int
+    ) -> None:
+        codes, scales = a
+        groups, slots, depth = codes.shape
+        assert slots % 128 == 0 and expected_m > 0 and masked_m.dtype == torch.int32 and b[0].is_contiguous()
+        assert scales.shape == (groups, slots, depth // 128) and scales.stride(1) == 1
+        x, w = codes.double() * scales.double().repeat_interleave(128, 2), exact(*b)
+        for e, count in enumerate(masked_m.tolist()):
+            d[e, :count] = (x[e, :count] @ w[e].T).to(d.dtype)
+            d[e, count:] = torch.nan
+
     def module(name: str, **contents: object) -> None:
         made = types.ModuleType(name)
         made.__dict__.update(contents)
@@ -92,6 +145,8 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers"):
         module(name)
     module("vllm.model_executor.layers.fused_moe", fused_experts=fused_experts)
+    module("vllm.model_executor.layers.fused_moe.config", fp8_w8a8_moe_quant_config=dict)
+    module("deep_gemm", m_grouped_fp8_gemm_nt_masked=m_grouped_fp8_gemm_nt_masked)
     module("flashinfer", autotune=autotune, cute_dsl_fused_moe_bf16=cute_dsl_fused_moe_bf16)
     return tuned
 
@@ -100,7 +155,8 @@ def test_layers_of_other_libraries(libraries: list[bool]) -> None:
     """Their weights are laid out as they expect, and flashinfer tunes each shape once."""
     draw = torch.Generator().manual_seed(3)
     w_in, w_out = torch.randn(4, 16, 128, generator=draw) / 4, torch.randn(4, 64, 16, generator=draw) / 8
-    layers = other_layers.installed(("vllm", "flashinfer", "torch"), w_in, w_out, print)
+    comm: Any = None
+    layers = other_layers.installed(("vllm", "flashinfer", "torch"), "bf16", comm, (w_in, w_out), print)
     gates, ups = w_in.mT.chunk(2, 1)
     for tokens in (3, 5, 3):
         x, weights = torch.randn(tokens, 16, generator=draw), torch.rand(tokens, 2, generator=draw)
@@ -115,35 +171,34 @@ def test_other_libraries_are_measured(
     libraries: list[bool], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a run on one rank. One that computes something else or fails is left out, and the run says why."""
-    stores = (str(tmp_path / f"store{i}") for i in range(2))
-    monkeypatch.setattr(decode, "on_every_rank", lambda measure, args: _process(0, next(stores), 1, measure, args))
-    out = tmp_path / "found.json"
-    options = [*SMALL.split(), "--only", "torch,vllm,flashinfer", "--out", str(out)]
-    assert cli.main(["bench", "decode", *options]) == 0
-    for result in json.loads(out.read_text())["results"]:
+    options = "--only torch,vllm,flashinfer"
+    for result in run_here(monkeypatch, tmp_path, options):
         assert result["vllm"] > 0 and result["flashinfer"] > 0
     assert "vLLM's Triton kernels, no exchange" in capsys.readouterr().out
-    monkeypatch.setitem(other_layers.LAYERS, "vllm", lambda *_: lambda x, *_: x * 2)
-    monkeypatch.setitem(other_layers.LAYERS, "flashinfer", lambda *_: lambda *_: 1 // 0)
-    assert cli.main(["bench", "decode", *options]) == 0
+    for result in run_here(monkeypatch, tmp_path, f"{E4M3} --only torch,vllm,deep_gemm"):
+        assert result["vllm"] > 0 and result["deep_gemm"] > 0
+    monkeypatch.setitem(other_layers.LAYERS["bf16"], "vllm", lambda *_: lambda x, *_: x * 2)
+    monkeypatch.setitem(other_layers.LAYERS["bf16"], "flashinfer", lambda *_: lambda *_: 1 // 0)
+    capsys.readouterr()
+    left = run_here(monkeypatch, tmp_path, options)
     said = capsys.readouterr().out
     assert said.count("vllm is not measured: its results differ by") == 1
     assert said.count("flashinfer is not measured: integer division") == 1
-    assert not any("vllm" in result or "flashinfer" in result for result in json.loads(out.read_text())["results"])
+    assert not any("vllm" in result or "flashinfer" in result for result in left)
 
 
 def test_libraries_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     for name in ("vllm", "flashinfer"):
         monkeypatch.setitem(sys.modules, name, None)
-    w = torch.zeros(2, 8, 8)
-    assert other_layers.installed(("vllm", "flashinfer"), w, w, said.append) == {}
+    comm: Any = None
+    assert other_layers.installed(("vllm", "flashinfer"), "bf16", comm, (torch.zeros(2, 8, 8),) * 2, said.append) == {}
     assert [line.split(":")[0] for line in said] == ["vllm is not measured", "flashinfer is not measured"]
 
 
 def test_table() -> None:
     run = {
-        "experts": 8, "top_k": 2, "hidden": 64, "width": 32, "dtype": "bf16", "calls": 10, "replays": 30,
+        "experts": 8, "top_k": 2, "hidden": 64, "width": 32, "weights": "bf16", "calls": 10, "replays": 30,
         "read_tb_s": 3.09, "results": [
             {"tokens": 1, "named": 2.0, "floor_us": 10.0, "memory": 11.0, "pair": 5.0, "correct": True},
             {"tokens": 8, "named": 7.5, "floor_us": 40.0, "memory": 42.0, "torch": 60.0, "correct": True},

@@ -53,7 +53,7 @@ POSTED = """            if mark & END != 0:
                 post(outbox, warp, count[0], (notes.codes + note).load())
                 count[0] += 1
 """
-FEW_ROWS = "gemm/few_rows.py"
+FEW_ROWS, FEW_ROWS_E4M3 = "gemm/few_rows.py", "gemm/few_rows_e4m3.py"
 QUANTIZED, PACKETS = "quantized_sums.py", "latency/sum_packets.py"
 
 MUTATIONS = {
@@ -267,7 +267,7 @@ MUTATIONS = {
     ),
     "gemm, the tail of K": Mutation("few_rows", FEW_ROWS, "if k >= self.depth:", "if k >= self.depth + 8:"),
     "gemm, the tail of columns": Mutation(
-        "few_rows_wide", FEW_ROWS, "if row < rows and at < self.width:", "if row < rows:"
+        "few_rows_wide", FEW_ROWS, "if row < part.rows and at < self.width:", "if row < part.rows:"
     ),
     "gemm, columns fetched behind the last": Mutation(
         "few_rows_wide", FEW_ROWS, "at = cutlass.min(at, last - 8)", "at = at"
@@ -276,7 +276,7 @@ MUTATIONS = {
         "few_rows_wide", FEW_ROWS, "at = cutlass.min(at, last - 1)", "at = at"
     ),
     "gemm, a row of the neighbor": Mutation(
-        "few_rows", FEW_ROWS, "if row < rows and at < self.width:", "if at < self.width:"
+        "few_rows", FEW_ROWS, "if row < part.rows and at < self.width:", "if at < self.width:"
     ),
     "gemm, rows behind the first block of them": Mutation(
         "few_rows_loop", FEW_ROWS, "while done < segment.rows:", "if done < segment.rows:"
@@ -284,6 +284,29 @@ MUTATIONS = {
     "gemm, rows read before the first GEMM ends": Mutation(
         "few_rows", FEW_ROWS,
         "            if const_expr(not self.gated):\n                arch.griddepcontrol_wait()\n", "",
+    ),
+    "gemm of codes, scales of the neighbor's rows": Mutation(
+        "few_rows_e4m3", FEW_ROWS_E4M3, "lane % 4 * 2 + i, part.rows - 1)", "lane % 4 * 2, part.rows - 1)"
+    ),
+    "gemm of codes, scales read behind the last row": Mutation(
+        "few_rows_e4m3", FEW_ROWS_E4M3, "cutlass.min(group * 8 + lane % 4 * 2 + i, part.rows - 1)",
+        "group * 8 + lane % 4 * 2 + i + self.experts * 16",
+    ),
+    "gemm of codes, scales of another block of K": Mutation(
+        "few_rows_e4m3", FEW_ROWS_E4M3, "cutlass.min(step * blocks + block, self.scales - 1)",
+        "cutlass.min(step * blocks, self.scales - 1)",
+    ),
+    "gemm of codes, scales of another expert's weights": Mutation(
+        "few_rows_e4m3", FEW_ROWS_E4M3, "Int64(part.expert) *", "Int64(part.expert * 0) *"
+    ),
+    "gemm of codes, the ring overwritten while it is read": Mutation(
+        "few_rows_e4m3_loop", FEW_ROWS_E4M3, "arch.sync_threads()  # nobody reads the ring any more", "pass"
+    ),
+    "gemm of codes, magnitudes read before all warps have stored theirs": Mutation(
+        "few_rows_e4m3", FEW_ROWS_E4M3, "arch.sync_threads()  # the largest magnitudes of all warps are there", "pass"
+    ),
+    "gemm of codes, the magnitude of a half of the columns": Mutation(
+        "few_rows_e4m3", FEW_ROWS_E4M3, "range_constexpr(0, self.warps, 4)", "range_constexpr(0, self.warps, 8)"
     ),
 }  # fmt: skip
 

@@ -222,6 +222,11 @@ def ld_shared(ptr: Any) -> Int32:
     return Int32(int.from_bytes(bytes(ptr.view[at : at + 4]), "little", signed=True))
 
 
+def st_shared(ptr: Any, value: Any) -> None:
+    at = ptr.at(0, 4)  # of bytes
+    ptr.view[at : at + 4] = (int(value) & 0xFFFFFFFF).to_bytes(4, "little")
+
+
 def ld_shared_pair(ptr: Any) -> tuple[Uint32, Uint32]:
     at = ptr.at(0, 8)  # of bytes
     assert at % 8 == 0, f"ld.shared.v2 at {at}"

@@ -216,7 +216,8 @@ def of_few_rows(world_size: int, seed: int) -> list[Any]:
     from ep_ops.backends.cute.sizing import DEFAULT_TOKENS
 
     want = Wanted(world_size)
-    want.add(test_few_rows.config(world_size), DEFAULT_TOKENS, split=False)
+    formats = ((test_few_rows.E4M3_FORMAT, "rows"),)
+    want.add(test_few_rows.config(world_size), DEFAULT_TOKENS, split=False, formats=formats)
     return [*test_few_rows.kernels(world_size), *want.kernels]
 
 

@@ -96,3 +96,21 @@ def test_nothing_to_compute(launched: list[tuple[Any, ...]]) -> None:
     run(8, local_kernels.Share(0, 2, 1), weights(False))
     run(8, local_kernels.Share(2, 2, 1), weights(False), experts=0)
     assert not launched
+
+
+def test_e4m3(launched: list[tuple[Any, ...]]) -> None:
+    """Two launches for the sizes. The codes and scales that the first one makes are what the second one takes."""
+    codes = {"dtype": torch.float8_e4m3fn}
+    w_in, w_out = torch.zeros(EXPERTS, 2 * WIDTH, HIDDEN, **codes), torch.zeros(EXPERTS, HIDDEN, WIDTH, **codes)
+    in_scales, out_scales = torch.zeros(EXPERTS, 2, 2), torch.zeros(EXPERTS, 2, 1)
+    x, scales, ints = torch.zeros(64, HIDDEN, **codes), torch.zeros(64, 2), torch.zeros(EXPERTS, dtype=torch.int32)
+    out, share = torch.empty(64, HIDDEN).bfloat16(), local_kernels.Share(2, 3, 1)
+    weights = w_in, in_scales, w_out, out_scales
+    local_kernels.few_rows_e4m3(x, scales, weights, out, Segments(ints, ints, 8), share)
+    (first, *_, one, _), (second, *_, other, _) = launched
+    assert (first, second) == local_kernels.few_rows_e4m3_kernels(EXPERTS, HIDDEN, WIDTH, share)
+    assert (first.depth, first.width, second.depth, second.width) == (HIDDEN // 2, WIDTH, WIDTH // 2, HIDDEN)
+    assert [blocks for _, blocks, *_ in launched] == [6 * first.shares, 6 * second.shares]
+    assert all(given is wanted for given, wanted in zip(one[:4], (x, scales, w_in, in_scales), strict=True))
+    assert other[0] is one[4] and other[1] is one[5] and one[4].shape == (64, WIDTH) and one[5].shape == (64, 1)
+    assert other[2] is w_out and other[3] is out_scales and other[4] is out and other[5] is None

@@ -9,6 +9,8 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from built import ARCHS, assert_in_registers, built, compiled_ptx, count
 
 from cute_kernels.gemm.few_rows import ROWS, FewRows, rows_of, tile_of
+from cute_kernels.gemm.few_rows_e4m3 import FewRowsE4M3
+from cute_kernels.gemm.few_rows_e4m3 import tile_of as tile_of_e4m3
 from cute_kernels.jit import object_name
 
 SHARED = 227 * 1024
@@ -53,7 +55,35 @@ def test_instructions(kernel: FewRows, arch: str) -> None:
     assert ("], 16, %r" in ptx) == (kernel.depth % tile.depth != 0)  # partial copies only where K has a tail
 
 
-@pytest.mark.parametrize("kernel", CASES[:2], ids=str)
+def of_codes(sizes: str, rows: int) -> list[FewRowsE4M3]:
+    """Both GEMMs with e4m3 weights."""
+    experts, hidden, width = SIZES[sizes]
+    return [
+        FewRowsE4M3(experts, depth // 2, made, "bf16", tile_of_e4m3(gated, rows), gated, True)
+        for depth, made, gated in ((hidden, width, True), (width, hidden, False))
+    ]
+
+
+QUANTIZED = [*of_codes("qwen3-30b", 8), *of_codes("deepseek-v3", 64)]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kernel", QUANTIZED, ids=str)
+def test_instructions_of_e4m3(kernel: FewRowsE4M3, arch: str) -> None:
+    """Products of codes, copies of 16 bytes, and nothing kept in local memory."""
+    ptx, tile = compiled_ptx(kernel, arch), kernel.tile
+    assert_in_registers(kernel, arch)
+    made = built(kernel, arch)
+    assert made.shared_bytes == tile.stages * tile.stage_bytes <= SHARED
+    assert made.registers * tile.columns <= 65536
+    products = 2 * kernel.groups * tile.depth // 16  # of a stage: halves, groups and steps of 32 codes
+    loops = count(ptx, "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32") // products
+    assert loops >= 1 and count(ptx, "mma.sync") == loops * products
+    assert "cp.async.ca" not in ptx and count(ptx, "cp.async.cg.shared.global") > 0
+    assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) == kernel.gated
+
+
+@pytest.mark.parametrize("kernel", [*CASES[:2], *QUANTIZED[:2]], ids=str)
 def test_dependent_launch(kernel: FewRows) -> None:
     """The first GEMM waits before it reads anything; the second fetches weights before it waits. Both let the next
     kernel start."""
@@ -73,6 +103,10 @@ def test_every_tile_fits() -> None:
                     tile = tile_of(2048, gated, transposed, rows, named)
                     assert tile.stages * tile.stage_bytes <= SHARED and tile.rows == rows
                     assert tile.half >= 32 and tile.depth % 32 == 0
+        for gated in (False, True):
+            tile = tile_of_e4m3(gated, rows)
+            assert tile.stages * tile.stage_bytes <= SHARED and tile.rows == rows
+            assert tile.columns == (256 if gated else 128) and tile.depth % 64 == 0
 
 
 def test_rows_of_a_tile() -> None:
@@ -84,4 +118,4 @@ def test_rows_of_a_tile() -> None:
 
 
 def test_each_has_a_file_of_its_own() -> None:
-    assert len({object_name(kernel, "sm_90a") for kernel in CASES}) == len(CASES)
+    assert len({object_name(kernel, "sm_90a") for kernel in (*CASES, *QUANTIZED)}) == len(CASES + QUANTIZED)

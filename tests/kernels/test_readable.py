@@ -9,7 +9,7 @@ import torch
 
 from ep_ops import nn
 from ep_ops.backends.cute import local_kernels
-from ep_ops.nn import few_rows, list_operators, live_rows
+from ep_ops.nn import few_rows, few_rows_e4m3, list_operators, live_rows
 
 
 def misaligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -28,7 +28,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
     monkeypatch.setattr(local_kernels, "_run", run)
     monkeypatch.setattr(local_kernels, "_multiprocessors", lambda index: 4)
-    for module in (live_rows, list_operators, few_rows):
+    for module in (live_rows, list_operators, few_rows, few_rows_e4m3):
         monkeypatch.setattr(module, "kernels_on", lambda device: local_kernels)
     return found
 
@@ -70,6 +70,17 @@ def test_few_rows(given: list[torch.Tensor], transposed: bool) -> None:
     odd = [misaligned(w.mT).mT if transposed else misaligned(w) for w in (w_in, w_out)]
     torch.ops.ep.few_rows_mlp(misaligned(x), *odd, offs, offs, 1, 6, 1, 1)
     check(given, x, *(w.mT if transposed else w for w in (w_in, w_out)))
+
+
+def test_few_rows_e4m3(given: list[torch.Tensor]) -> None:
+    codes = [torch.randn(shape).to(torch.float8_e4m3fn) for shape in ((6, 128), (1, 256, 128), (1, 128, 128))]
+    scales = [torch.rand(shape) for shape in ((6, 1), (1, 2, 1), (1, 1, 1))]
+    offs = torch.tensor([6], dtype=torch.int32)
+    tensors = [misaligned(tensor) for pair in zip(codes, scales, strict=True) for tensor in pair]
+    torch.ops.ep.few_rows_mlp_e4m3(*tensors, offs, offs, 1, 6, 1, 1)
+    assert given and all(tensor.data_ptr() % 16 == 0 and tensor.is_contiguous() for tensor in given)
+    read = [(tensor.shape, tensor.view(torch.uint8).tolist()) for tensor in given]
+    assert all((tensor.shape, tensor.view(torch.uint8).tolist()) in read for tensor in (*codes, *scales))
 
 
 def test_routes_of_places(given: list[torch.Tensor]) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from cute_kernels import jit
 from cute_kernels.gemm.few_rows import FewRows, rows_of, tile_of
+from cute_kernels.gemm.few_rows_e4m3 import FewRowsE4M3
+from cute_kernels.gemm.few_rows_e4m3 import tile_of as tile_of_e4m3
 from cute_kernels.local.expert_lists import MakeExpertLists
 from cute_kernels.local.places_route import PlacesRoute
 from cute_kernels.local.row_pieces import WARPS
@@ -120,6 +122,36 @@ def few_rows_kernels(
         FewRows(experts, depth, columns, dtype, tile_of(columns, gated, turned, rows, named), gated, turned)
         for (depth, columns, gated), turned in zip(shapes, transposed, strict=True)
     ]
+
+
+def few_rows_e4m3_kernels(experts: int, hidden: int, width: int, share: Share) -> tuple[FewRowsE4M3, FewRowsE4M3]:
+    """Return the kernels of both GEMMs of SwiGLU experts with e4m3 weights."""
+    rows = rows_of(share.tokens * share.ranks, share.tokens * share.top_k / experts)
+    first, second = (
+        FewRowsE4M3(experts, depth // 2, columns, "bf16", tile_of_e4m3(gated, rows), gated, True)
+        for depth, columns, gated in ((hidden, width, True), (width, hidden, False))
+    )
+    return first, second
+
+
+def few_rows_e4m3(
+    x: Tensor, scales: Tensor, weights: tuple[Tensor, ...], out: Tensor, segments: Segments, share: Share
+) -> None:
+    """Run both GEMMs of SwiGLU experts with e4m3 weights on the kept rows of x. `weights`: w_in, in_scales, w_out,
+    out_scales."""
+    w_in, in_scales, w_out, out_scales = weights
+    (rows, hidden), (experts, _, width) = x.shape, w_out.shape
+    entries = share.tokens * share.ranks * share.top_k
+    if not min(rows, experts, entries):
+        return
+    inner, inner_scales = x.new_empty(rows, width), scales.new_empty(rows, width // 128)
+    first, second = few_rows_e4m3_kernels(experts, hidden, width, share)
+    of = segments.offs, segments.counts
+    for kernel, tensors in (
+        (first, (x, scales, w_in, in_scales, inner, inner_scales, *of)),
+        (second, (inner, inner_scales, w_out, out_scales, out, None, *of)),
+    ):
+        _run(kernel, min(experts, rows, entries) * kernel.shares, x.device, tensors, segments.alignment)
 
 
 def _stored(weights: Tensor) -> tuple[Tensor, bool]:
