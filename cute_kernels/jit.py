@@ -29,6 +29,18 @@ from cutlass.cute.runtime import load_module
 
 from .linked import LinkedFunction, digest_of, library_of, object_of
 
+NO_EFFECT_ON_CODE = frozenset(
+    f"CUTE_DSL_{name}"
+    for name in (
+        "CACHE_DIR", "DISABLE_FILE_CACHING", "DUMP_DIR", "ENABLE_OPTIMIZATION_WARNINGS", "FILTER_STACKTRACE",
+        "JIT_CACHE_MAX_ELEMS", "JIT_TIME_PROFILING", "KEEP", "KEEP_CUBIN", "KEEP_IR", "KEEP_PTX", "KEEP_SASS",
+        "LOG_LEVEL", "LOG_TO_CONSOLE", "LOG_TO_FILE", "NO_CACHE", "PRINT_AFTER_PREPROCESSOR", "PRINT_IR",
+        "SHOW_STACKTRACE", "WARNINGS_IGNORE",
+    )
+)  # fmt: skip
+"""Environment variables of the DSL that do not change the code of a kernel. SGLang sets those of the log in its
+servers, which must find what `ep-ops compile` has compiled without them."""
+
 LOCK_SECONDS = 120.0  # how long a process waits for another one's compilation before it compiles the kernel itself
 DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -179,7 +191,11 @@ def versions() -> dict[str, str]:
         "cuda": f"{cutlass.CUDA_VERSION.major}.{cutlass.CUDA_VERSION.minor}",  # of the compiler inside the DSL
         "cuda-bindings": installed("cuda-bindings"),
         "tvm-ffi": installed("apache-tvm-ffi"),
-        **{name: value for name, value in sorted(os.environ.items()) if name.startswith("CUTE_DSL_")},  # its options
+        **{  # options of the DSL
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith("CUTE_DSL_") and name not in NO_EFFECT_ON_CODE
+        },
     }
 
 

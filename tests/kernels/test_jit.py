@@ -141,6 +141,23 @@ def test_every_version_and_the_sources_have_a_part_in_the_name(monkeypatch: pyte
     assert len(set(names)) == len(names) == 5 + len(versions)
 
 
+def test_the_dsl_s_options_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of SGLang sets the two of the log, and must find the kernels that were compiled without them. Of other
+    variables, the DSL's own table says whether its code depends on them."""
+    name = jit.object_name(SMALL, ARCH)
+    monkeypatch.setenv("CUTE_DSL_LOG_LEVEL", "30")
+    monkeypatch.setenv("CUTE_DSL_LOG_TO_CONSOLE", "1")
+    assert jit.object_name(SMALL, ARCH) == name
+    options = importlib.import_module("cutlass.base_dsl.env_manager").EnvironmentVarManager._ENV_VAR_SPEC
+    affects = {f"CUTE_DSL_{one.source}": one.affects_compile for one in options if isinstance(one.source, str)}
+    assert len(affects) > 20 and not affects["CUTE_DSL_LOG_LEVEL"]
+    tokens = {f"CUTE_DSL_{keep}": False for keep in ("KEEP", "KEEP_CUBIN", "KEEP_IR", "KEEP_PTX", "KEEP_SASS")}
+    for variable, changes_code in {**affects, **tokens}.items():
+        monkeypatch.setenv(variable, "12")
+        assert (jit.object_name(SMALL, ARCH) != name) == changes_code, variable
+        monkeypatch.delenv(variable)
+
+
 def test_kernels_of_one_name_in_two_modules_are_two() -> None:
     def kernel(module: str) -> Any:
         @dataclass(frozen=True)
