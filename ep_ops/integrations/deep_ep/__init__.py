@@ -23,6 +23,7 @@ import torch
 
 from ep_ops.integrations.deep_ep import utils
 from ep_ops.integrations.deep_ep.buffer import Buffer
+from ep_ops.integrations.deep_ep.communicators import Communicators
 from ep_ops.integrations.deep_ep.config import Config
 from ep_ops.integrations.deep_ep.domains import get_logical_domain_size, get_physical_domain_size
 from ep_ops.integrations.deep_ep.elastic import ElasticBuffer, EPHandle
@@ -40,7 +41,9 @@ __version__ = "2.1.0"
 """The version of DeepEP whose interface this is."""
 
 
-def install(max_tokens_per_rank: int | None = None, *, replace: bool = False) -> None:
+def install(
+    max_tokens_per_rank: int | None = None, *, latency_max_tokens: int | None = None, replace: bool = False
+) -> None:
     """Make ``import deep_ep`` return this module in this process, and ``import deep_ep.utils`` its submodules.
 
     Repeated calls may set another bound and have no other effect.
@@ -49,20 +52,19 @@ def install(max_tokens_per_rank: int | None = None, *, replace: bool = False) ->
         max_tokens_per_rank: a bound on the tokens that any rank passes to a dispatch of :class:`Buffer`, the same on
             all ranks; default: the environment variable ``EP_OPS_DEEP_EP_MAX_TOKENS``. Without either, every such
             dispatch first agrees on the largest number of tokens, which waits for all ranks.
+        latency_max_tokens: calls whose bound on tokens is at most this run on the latency kernels, as far as the sizes
+            allow; default: the environment variable ``EP_OPS_DEEP_EP_LATENCY_TOKENS``, or 256. It concerns
+            communicators that are created later.
         replace: take the place of a DeepEP that is installed or imported. Modules that have imported names from it
             keep them.
 
     Raises:
         RuntimeError: DeepEP itself is imported or installed and ``replace`` is False, or it has created a buffer in
             this process.
-        ValueError: the bound is not a positive integer.
+        ValueError: a bound is not a positive integer.
     """
-    given: int | str | None = max_tokens_per_rank
-    if given is None:
-        given = os.environ.get("EP_OPS_DEEP_EP_MAX_TOKENS") or None
-    if given is not None and (not str(given).isdecimal() or int(given) < 1):
-        name = "max_tokens_per_rank" if max_tokens_per_rank is not None else "EP_OPS_DEEP_EP_MAX_TOKENS"
-        raise ValueError(f"{name} is {given!r}; expected a positive integer")
+    most = _bound("max_tokens_per_rank", max_tokens_per_rank, "EP_OPS_DEEP_EP_MAX_TOKENS")
+    few = _bound("latency_max_tokens", latency_max_tokens, "EP_OPS_DEEP_EP_LATENCY_TOKENS")
     own, found = sys.modules[__name__], sys.modules.get("deep_ep")
     if found is not own:
         if not replace and (found is not None or importlib.util.find_spec("deep_ep") is not None):
@@ -80,5 +82,17 @@ def install(max_tokens_per_rank: int | None = None, *, replace: bool = False) ->
         for name, module in list(sys.modules.items()):
             if name == __name__ or name.startswith(f"{__name__}."):  # otherwise it would be imported twice
                 sys.modules["deep_ep" + name.removeprefix(__name__)] = module
-    if given is not None:
-        Buffer.max_tokens_per_rank = int(given)
+    if most is not None:
+        Buffer.max_tokens_per_rank = most
+    if few is not None:
+        Communicators.latency_max_tokens = few
+
+
+def _bound(name: str, given: int | None, variable: str) -> int | None:
+    """Return the argument ``name``, or else the environment variable. ValueError unless it is a positive integer."""
+    value: int | str | None = given
+    if value is None:
+        name, value = variable, os.environ.get(variable) or None
+    if value is not None and (not str(value).isdecimal() or int(value) < 1):
+        raise ValueError(f"{name} is {value!r}; expected a positive integer")
+    return None if value is None else int(value)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ep_ops import backends
 from ep_ops.communicator import Communicator, together
 from ep_ops.group import meeting
 from ep_ops.group.exchange import Exchange
@@ -23,6 +26,9 @@ Bias = Tensor | tuple[Tensor, Tensor] | None
 
 class Communicators:
     """A communicator for each kind of rows, which all ranks create in the same call."""
+
+    latency_max_tokens: int | None = None
+    """The bound of all communicators that are created from now on (``Config.latency_max_tokens``)."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -80,7 +86,7 @@ class Communicators:
             found = self._made[key] = Communicator(
                 self._group, num_experts=num_experts, hidden_size=x.shape[1], top_k=top_k, dtype=dtype,
                 max_tokens_per_rank=1 << max(max_tokens - 1, 0).bit_length(), alignment=1, device=x.device,
-                experts_per_rank=(num_experts // ranks,) * ranks,
+                experts_per_rank=(num_experts // ranks,) * ranks, latency_max_tokens=self.latency_max_tokens,
             )  # fmt: skip
         if _capturing(x.device) and found not in self._captured:
             self._captured.append(found)
@@ -163,6 +169,15 @@ def _agree_on(comm: Communicator, operator: str, max_tokens: int) -> None:
         bounds = found[:, 0].tolist()
     if len(set(bounds)) > 1:
         raise ValueError(f"{operator}: ranks disagree on max_tokens: {bounds} by rank; all ranks must pass the same")
+
+
+def latency_bound(comm: Communicator) -> float:
+    """Return the largest ``max_tokens`` of calls on the latency kernels; infinity on the reference backend, which has
+    one way for all sizes."""
+    return _latency_tokens(comm.config) if comm.config.backend == "cute" else math.inf
+
+
+_latency_tokens = functools.cache(backends.latency_tokens)
 
 
 def _capturing(device: torch.device) -> bool:
