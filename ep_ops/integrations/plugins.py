@@ -1,7 +1,15 @@
-"""The plugin that vLLM and SGLang call: in vLLM before models are imported, in SGLang's schedulers afterwards."""
+"""The plugins that vLLM and SGLang call: in vLLM before models are imported, in SGLang's schedulers afterwards.
+
+One environment variable selects each way, if it is 1:
+
+    EP_OPS_VLLM      vLLM's MoE layers use ep_ops (:mod:`ep_ops.integrations.vllm_server`)
+    EP_OPS_SGLANG    SGLang's MoE layers use ep_ops (:mod:`ep_ops.integrations.sglang`)
+    EP_OPS_DEEP_EP   ep_ops takes the place of the module deep_ep (:mod:`ep_ops.integrations.deep_ep`)
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import warnings
@@ -11,8 +19,54 @@ _SGLANG = "sglang.srt.layers.moe.token_dispatcher"
 _VLLM = "vllm.model_executor.layers.fused_moe.all2all_utils"
 
 
+def vllm() -> None:
+    """Let vLLM use ep_ops as the environment says. vLLM calls it in each of its processes.
+
+    Raises:
+        RuntimeError: DeepEP has created a buffer in this process.
+        ValueError: a variable is neither 0, 1 nor empty, or two are 1.
+    """
+    way = _way("EP_OPS_VLLM", "EP_OPS_DEEP_EP")
+    if way == "EP_OPS_DEEP_EP":
+        stand_in_for_deep_ep()
+    elif way:
+        importlib.import_module("ep_ops.integrations.vllm_server").install()
+
+
+def sglang() -> None:
+    """Let SGLang use ep_ops as the environment says. SGLang calls it in each of its processes.
+
+    Raises:
+        RuntimeError, ValueError: as for :func:`vllm`.
+    """
+    way = _way("EP_OPS_SGLANG", "EP_OPS_DEEP_EP")
+    if way == "EP_OPS_DEEP_EP":
+        stand_in_for_deep_ep()
+    elif way:
+        importlib.import_module("ep_ops.integrations.sglang").install()
+
+
+def _way(*variables: str) -> str:
+    """Return the variable that is 1, or an empty string."""
+    given = {name: os.environ.get(name, "") for name in variables}
+    for name, value in given.items():
+        if value not in ("", "0", "1"):
+            raise ValueError(f"{name} is {value!r}; allowed: 0, or 1 ({_MEANING[name]})")
+    chosen = [name for name, value in given.items() if value == "1"]
+    if len(chosen) > 1:
+        raise ValueError(f"{' and '.join(chosen)} are 1; allowed: one of them")
+    return "".join(chosen)
+
+
+_MEANING = {
+    "EP_OPS_DEEP_EP": "ep_ops replaces DeepEP",
+    "EP_OPS_VLLM": "vLLM's MoE layers use ep_ops",
+    "EP_OPS_SGLANG": "SGLang's MoE layers use ep_ops",
+}
+
+
 def stand_in_for_deep_ep() -> None:
-    """Replace DeepEP by :mod:`ep_ops.integrations.deep_ep` if the environment variable ``EP_OPS_DEEP_EP`` is 1.
+    """Replace DeepEP by :mod:`ep_ops.integrations.deep_ep`.
 
     DeepEP may be installed, as SGLang requires. A spawned scheduler of SGLang imports its dispatchers, and DeepEP,
     before it calls plugins: their names are then bound to ep_ops. vLLM decides which backends exist when it imports
@@ -20,13 +74,7 @@ def stand_in_for_deep_ep() -> None:
 
     Raises:
         RuntimeError: DeepEP has created a buffer in this process.
-        ValueError: the variable is neither 0, 1 nor empty.
     """
-    asked = os.environ.get("EP_OPS_DEEP_EP", "")
-    if asked not in ("", "0", "1"):
-        raise ValueError(f"EP_OPS_DEEP_EP is {asked!r}; allowed: 0, or 1 (ep_ops replaces DeepEP)")
-    if asked != "1":
-        return
     from ep_ops.integrations import deep_ep
 
     imported = sys.modules.get("deep_ep")

@@ -57,8 +57,8 @@ ROOMS = {
         "ep_ops.formats", "ep_ops.communicator", "ep_ops.nn", "ep_ops.overflow",
     ),
     "ep_ops.integrations": (
-        "ep_ops.arrivals", "ep_ops.records", "ep_ops.communicator", "ep_ops.formats", "ep_ops.group", "ep_ops.nn",
-        "ep_ops.operators", "ep_ops.registry", "ep_ops.arguments", "ep_ops.config",
+        "ep_ops.arrivals", "ep_ops.records", "ep_ops.backends", "ep_ops.communicator", "ep_ops.formats",
+        "ep_ops.group", "ep_ops.nn", "ep_ops.operators", "ep_ops.registry", "ep_ops.arguments", "ep_ops.config",
     ),
     "ep_ops": (
         "ep_ops.version", "ep_ops.config", "ep_ops.records", "ep_ops.memory", "ep_ops.operators", "ep_ops.communicator",

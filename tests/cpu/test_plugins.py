@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import functools
 import importlib
 import importlib.util
 import json
@@ -105,20 +106,43 @@ def test_workers_dispatch_through_ep_ops(metadata: Path, group: str, monkeypatch
     assert _workers(group, metadata, 2) == wanted
 
 
-def test_both_groups_name_the_same_function() -> None:
-    for group in LOADERS:
+def test_each_group_names_its_function() -> None:
+    for group, function in (("vllm.general_plugins", plugins.vllm), ("sglang.srt.plugins", plugins.sglang)):
         (value,) = DECLARED["entry-points"][group].values()
-        assert EntryPoint("ep_ops", value, group).load() is plugins.stand_in_for_deep_ep
+        assert EntryPoint("ep_ops", value, group).load() is function
 
 
-def test_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value in ("", "0"):
-        monkeypatch.setenv("EP_OPS_DEEP_EP", value)
-        plugins.stand_in_for_deep_ep()
-        assert "deep_ep" not in sys.modules
-    monkeypatch.setenv("EP_OPS_DEEP_EP", "yes")
-    with pytest.raises(ValueError, match="EP_OPS_DEEP_EP is 'yes'; allowed: 0, or 1"):
-        plugins.stand_in_for_deep_ep()
+NATIVE = {plugins.vllm: "EP_OPS_VLLM", plugins.sglang: "EP_OPS_SGLANG"}
+
+
+@pytest.mark.parametrize("plugin", NATIVE)
+def test_variables_choose_the_way(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways: list[str] = []
+    monkeypatch.setattr(plugins, "stand_in_for_deep_ep", lambda: ways.append("deep_ep"))
+    for name in ("vllm_server", "sglang"):
+        fake: Any = types.ModuleType(name)
+        fake.install = functools.partial(ways.append, name)
+        monkeypatch.setitem(sys.modules, f"ep_ops.integrations.{name}", fake)
+    native = NATIVE[plugin]
+    other = next(variable for variable in NATIVE.values() if variable != native)
+    for given, wanted in (
+        ({}, []), ({"EP_OPS_DEEP_EP": "0", native: ""}, []), ({other: "1"}, []), ({other: "nonsense"}, []),
+        ({"EP_OPS_DEEP_EP": "1"}, ["deep_ep"]), ({"EP_OPS_DEEP_EP": "1", native: "0"}, ["deep_ep"]),
+        ({native: "1"}, ["vllm_server" if plugin is plugins.vllm else "sglang"]),
+    ):  # fmt: skip
+        ways.clear()
+        for name in ("EP_OPS_DEEP_EP", *NATIVE.values()):
+            monkeypatch.setenv(name, given.get(name, ""))
+        plugin()
+        assert ways == wanted, given
+    monkeypatch.setenv("EP_OPS_DEEP_EP", "1")
+    with pytest.raises(ValueError, match=f"{native} and EP_OPS_DEEP_EP are 1; allowed: one of them"):
+        plugin()
+    for name in (native, "EP_OPS_DEEP_EP"):
+        monkeypatch.setenv(name, "yes")
+        with pytest.raises(ValueError, match=rf"{name} is 'yes'; allowed: 0, or 1 \("):
+            plugin()
+        monkeypatch.setenv(name, "")
 
 
 # ------------------------------------------------------- DeepEP is installed or imported before the plugin is called

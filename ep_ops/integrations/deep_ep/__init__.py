@@ -27,6 +27,7 @@ from ep_ops.integrations.deep_ep.communicators import Communicators
 from ep_ops.integrations.deep_ep.config import Config
 from ep_ops.integrations.deep_ep.domains import get_logical_domain_size, get_physical_domain_size
 from ep_ops.integrations.deep_ep.elastic import ElasticBuffer, EPHandle
+from ep_ops.integrations.deep_ep.frameworks import send_weights
 from ep_ops.integrations.deep_ep.utils import EventHandle, EventOverlap
 
 __all__ = [
@@ -86,6 +87,7 @@ def install(
         Buffer.max_tokens_per_rank = most
     if few is not None:
         Communicators.latency_max_tokens = few
+    send_weights()
 
 
 def _bound(name: str, given: int | None, variable: str) -> int | None:

@@ -19,6 +19,7 @@ from ep_ops.integrations.deep_ep.communicators import (
     with_scales,
 )
 from ep_ops.integrations.deep_ep.config import Config
+from ep_ops.integrations.deep_ep.frameworks import send_weights
 from ep_ops.integrations.deep_ep.low_latency import LowLatency
 from ep_ops.integrations.deep_ep.utils import EventHandle, EventOverlap, after, wait_for
 from ep_ops.records import Route, check_types
@@ -74,6 +75,7 @@ class Buffer(LowLatency):
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
         self.enable_shrink = enable_shrink
         self.communicators = Communicators(group)
+        send_weights()
 
     def destroy(self) -> None:
         """Free all memory. Collective. RuntimeError unless ``explicitly_destroy`` was set, as in DeepEP."""
