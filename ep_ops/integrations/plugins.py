@@ -96,12 +96,13 @@ def _bind_in_sglang(name: str, **classes: type) -> None:
     if module is None or all(getattr(module, key, None) is value for key, value in classes.items()):
         return
     if getattr(module, "sglang_per_token_group_quant_fp8", None) is None:  # imported after DeepEP, in one `try`
-        module.sglang_per_token_group_quant_fp8 = _quantization()
+        module.sglang_per_token_group_quant_fp8 = quantization()
     vars(module).update(classes)
     setattr(module, f"use_{name}", True)
 
 
-def _quantization() -> Any:
+def quantization() -> Any:
+    """Return SGLang's function that quantizes rows in groups to float8_e4m3fn."""
     try:
         from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
     except ModuleNotFoundError:  # SGLang 0.5.14

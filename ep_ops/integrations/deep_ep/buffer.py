@@ -121,14 +121,8 @@ class Buffer(LowLatency):
         """
         reject_experts(num_experts, self.group_size)
         wait_for(previous_event)
-        named = (topk_idx >= 0) & (topk_idx < num_experts)
-        ids = torch.where(named, topk_idx, num_experts).long()
-        per_expert = ids.new_zeros(num_experts + 1).scatter_add(0, ids.flatten(), torch.ones_like(ids).flatten())
-        held = num_experts // self.group_size
-        in_rank = torch.zeros(ids.shape[0], self.group_size + 1, dtype=torch.bool, device=ids.device)
-        in_rank = in_rank.scatter(1, ids // held, True)[:, : self.group_size]
-        per_rank = in_rank.sum(0, dtype=torch.int32)
-        return per_rank, None, per_expert[:num_experts].int(), in_rank.contiguous(), after(async_finish)
+        per_rank, per_expert, in_rank = destinations(topk_idx, num_experts, self.group_size)
+        return per_rank, None, per_expert, in_rank, after(async_finish)
 
     @torch.no_grad()
     def dispatch(
@@ -236,3 +230,18 @@ class Buffer(LowLatency):
     def get_local_buffer_tensor(self, *_: Any, **__: Any) -> Tensor:
         """Raise NotImplementedError: there is no buffer of bytes."""
         raise NotImplementedError("get_local_buffer_tensor is not supported: the memory of communicators is internal")
+
+
+def destinations(topk_idx: Tensor, num_experts: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Count the destinations of ids [T, K].
+
+    Returns:
+        Tokens for each rank, int32 [W]; entries for each expert, int32 [E]; whether each token goes to each rank, bool
+            [T, W].
+    """
+    named = (topk_idx >= 0) & (topk_idx < num_experts)
+    ids = torch.where(named, topk_idx, num_experts).long()
+    per_expert = ids.new_zeros(num_experts + 1).scatter_add(0, ids.flatten(), torch.ones_like(ids).flatten())
+    in_rank = torch.zeros(ids.shape[0], ranks + 1, dtype=torch.bool, device=ids.device)
+    in_rank = in_rank.scatter(1, ids // (num_experts // ranks), True)[:, :ranks]
+    return in_rank.sum(0, dtype=torch.int32), per_expert[:num_experts].int(), in_rank.contiguous()
