@@ -40,7 +40,7 @@ class Absent:
 
 
 def quantized(x: Tensor, group: int, **_: Any) -> tuple[Tensor, Tensor]:
-    """What SGLang's kernel returns: codes, and a scale for each 128 numbers."""
+    """Return codes, and a scale for each 128 numbers, as SGLang's kernel does."""
     blocks = x.float().unflatten(1, (-1, group))
     scales = blocks.abs().amax(-1).clamp_min(1e-10) / 448.0
     return (blocks / scales[..., None]).to(torch.float8_e4m3fn).flatten(1), scales
@@ -109,7 +109,7 @@ def extending(extend: bool) -> Iterator[None]:
 
 
 def of_experts(out: Any) -> Any:
-    """What the experts return for a dispatch: weighted sums of rows of tokens, or unweighted rows."""
+    """Return the experts' output for a dispatch: weighted sums of rows of tokens, or unweighted rows."""
     from sglang.srt.layers.moe.token_dispatcher import deepep
 
     first = dist.get_rank() * OWN

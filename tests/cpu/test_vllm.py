@@ -98,7 +98,7 @@ def reduction(name: str) -> Any:
 def through(
     comm: Communicator, rows: Tensor, counts: Tensor, ids: Tensor | None, weights: Tensor | None, on_input: bool = False
 ) -> Tensor:
-    """What this rank's experts make of what prepare returned; NaN where nobody's rows are.
+    """Return the outputs of this rank's experts for the rows of prepare; NaN where rows are nobody's.
 
     Token-major rows [R, H] are weighted and summed over this rank's experts, batched rows are not weighted.
     """

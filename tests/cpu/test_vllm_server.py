@@ -197,7 +197,7 @@ def test_what_is_chosen(vllm: None) -> None:
 def align(
     ids: Tensor, block: int, experts: int, expert_map: Tensor | None = None, *, ignore_invalid_experts: bool
 ) -> Any:
-    """What moe_align_block_size returns if experts of other ranks are ignored: entries by local expert, in blocks."""
+    """Sort entries by local expert, in blocks, as moe_align_block_size does if experts of other ranks are ignored."""
     assert expert_map is not None and ignore_invalid_experts and ids.dtype == torch.int32
     assert ((ids >= 0) & (ids < experts)).all()
     local, places, numbers = expert_map[ids.flatten().long()], [], []
@@ -217,7 +217,7 @@ def gemm(
     a: Tensor, b: Tensor, c: Tensor, a_scale: Any, b_scale: Any, weights: Tensor | None, places: Tensor,
     experts: Tensor, count: Tensor, weighted: bool, top_k: int, config: dict[str, Any], **_: Any,
 ) -> None:  # fmt: skip
-    """What invoke_fused_moe_triton_kernel does; other places hold NaN, as memory may."""
+    """Multiply as invoke_fused_moe_triton_kernel does; other places hold NaN, as memory may."""
     out = c.view(-1, c.shape[-1])
     out.fill_(float("nan"))
     for at, place in enumerate(places[: int(count)].tolist()):
