@@ -130,9 +130,9 @@ def pack_rejection(rank: int, turn: int = 0) -> int:
     return pack("rejected", turn << RANK_BITS | rank)
 
 
-def unpack_rejection(terms: Terms) -> tuple[int, int]:
-    """Return rank and turn."""
-    return terms.max_tokens & (1 << RANK_BITS) - 1, terms.max_tokens >> RANK_BITS
+def unpack_rejection(max_tokens: int) -> tuple[int, int]:
+    """Return rank and turn, which the terms of a rejection contain in place of `max_tokens`."""
+    return max_tokens & (1 << RANK_BITS) - 1, max_tokens >> RANK_BITS
 
 
 def unpack(mark: int, now: int = 0) -> tuple[int, Terms]:

@@ -95,7 +95,7 @@ class Launches(Recorder):
 
             def reject(terms: int, text: torch.Tensor) -> None:
                 self.on.done.append(("launches", self.on.current.name, "Reject"))
-                self.on.rejected.append((marks.unpack_rejection(marks.unpack(terms)[1])[1], *told(text)))
+                self.on.rejected.append((marks.unpack_rejection(marks.unpack(terms)[1].max_tokens)[1], *told(text)))
 
             return lambda terms, blocks: functools.partial(reject, terms)
         bind = super().get(kernel, *variant)

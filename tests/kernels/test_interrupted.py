@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +17,15 @@ from operate import Sizes
 from recorded import FEW, IDX, IN_THREE, MANY, PLAIN, PROBLEM, Device, X, route_of, told
 
 from cute_kernels import marks, sync
-from cute_kernels.heap import REASON_BYTES, REJECTED, STATE_BYTES
+from cute_kernels.heap import NOTE_WORDS, NOTES, REASON_BYTES, REJECTED, STATE_BYTES
 from ep_ops import arrivals
-from ep_ops.backends.cute import watch
+from ep_ops.backends.cute import history, watch
 from ep_ops.backends.cute.backend import raise_alarm
 from ep_ops.backends.cute.call_state import Stage
 from ep_ops.backends.cute.failures import Failures
 from ep_ops.backends.cute.report import Report
 from ep_ops.backends.split import parts_of
-from ep_ops.records import UNBOUNDED
+from ep_ops.records import UNBOUNDED, Operation
 from ep_ops.symmetric import SymmetricBuffer
 
 MOST = PROBLEM.max_tokens
@@ -50,7 +51,10 @@ def kernels(device: Device) -> list[str]:
 def failures(backend: Any, device: Device, monkeypatch: pytest.MonkeyPatch) -> Failures:
     """Return the failures of rank 0, whose kernels have reported nothing yet."""
     made = object.__new__(Failures)
-    made._config = SimpleNamespace(name="ep", max_tokens_per_rank=PROBLEM.planned_tokens)  # type: ignore[assignment]
+    made._config = SimpleNamespace(  # type: ignore[assignment]
+        name="ep", max_tokens_per_rank=PROBLEM.planned_tokens, world_size=2
+    )
+    made._log = lambda rank: []  # type: ignore[method-assign]
     made._rank, made._device, made._resets = 0, torch.device("cpu"), device.stream("resets")
     made._state, made._raised, made._seen = torch.zeros(STATE_BYTES // 8, dtype=torch.int64), False, False
     made.turns = backend._turns
@@ -58,7 +62,7 @@ def failures(backend: Any, device: Device, monkeypatch: pytest.MonkeyPatch) -> F
     monkeypatch.setattr(watch, "look", lambda watched: None)
     monkeypatch.setattr(torch.cuda, "device", lambda index: device.entered(device.current))
     made.report = report = object.__new__(Report)
-    report._words, report._reported, report._timeout = [0] * 64, 0, 2.0  # type: ignore[assignment]
+    report._words, report.reported, report._timeout = [0] * 64, 0, 2.0  # type: ignore[assignment]
     report._num_experts, report._lost_experts = 4, 0
     report._heard = lambda epoch: (0, ())
     backend._failures = made
@@ -336,6 +340,62 @@ def test_a_call_that_tells_of_one_of_two(backend: Any, device: Device, failures:
         with pytest.raises(ValueError, match=text):
             call(backend, "dispatch", X, None, IDX, MANY, PLAIN, max_tokens=400)
         assert kernels(device) == ["Publish", "Pull"]
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_several_rejections_before_the_host_looks(mapped: bool, failures: Failures, device: Device) -> None:
+    """Kernels report the last one, and the ranks' logs contain the others: all are in one error, and only once."""
+    rejected_by_a_peer(failures, "combine", 400, 1, epoch=20)
+    failures.report.reported = 12  # raised before, as all older ones
+    failures._reason = lambda peer, epoch: (f"reason {peer} of {epoch}", 1)  # type: ignore[method-assign]
+
+    def log(*operations: tuple[int, str]) -> bytes:
+        words = [0] * NOTES * NOTE_WORDS
+        for number, kind in operations:
+            words[number % NOTES * NOTE_WORDS] = marks.make(number, turns.get(number, marks.pack(kind, 64)))
+        return struct.pack(f"<{len(words)}q", *words)
+
+    turns = {number: marks.pack_rejection(1, turn) for number, turn in ((11, 0), (12, 0), (13, 0), (20, 0), (21, 0))}
+    turns |= {14: marks.pack_rejection(1, 0), 15: marks.pack_rejection(1, 1), 17: marks.pack_rejection(1, 0)}
+    theirs = log(*((number, "rejected") for number in turns))
+    own = [(number, "dispatch" if number % 2 else "combine") for number in range(8, 21)]
+    turns = {17: marks.pack_rejection(0, 0)}  # both ranks rejected it: this one raised an error of its own
+    logs = [log(*own), theirs]
+
+    def read(rank: int) -> Any:
+        if not mapped and rank:
+            raise RuntimeError("not mapped")
+        return history.operations(logs[rank], now=21)
+
+    failures._log = read  # type: ignore[method-assign]
+    with pytest.raises(ValueError) as error:
+        failures.check()
+    said = "communicator 'ep': ep::combine (operation 20): rejected by rank 1: reason 1 of 20"
+    if mapped:
+        said += "; before that, ep::dispatch (operation 13): rejected by rank 1: another reason has replaced its own"
+        said += "; ep::combine (operation 14): rejected by rank 1: another reason has replaced its own"
+    assert str(error.value) == said
+    failures.check()
+    rejected_by_a_peer(failures, "dispatch", 400, 1, epoch=21)
+    with pytest.raises(
+        ValueError, match=r"^communicator 'ep': ep::dispatch \(operation 21\): rejected by rank 1: why$"
+    ):
+        failures.check()
+
+
+def test_the_reason_of_an_earlier_rejection(failures: Failures) -> None:
+    rejected_by_a_peer(failures, "combine", 400, 1, epoch=8)
+    failures._reason = lambda peer, epoch: (f"reason {peer} of {epoch}", 1)  # type: ignore[method-assign]
+    entry = functools.partial(Operation, scalars=False, rows=True, latency=False, format="", token_major=False)
+    times: dict[str, Any] = {"begun": 0.0, "met": None}
+    logs = [
+        [entry(8, "combine", max_tokens=400, **times), entry(7, "dispatch", max_tokens=400, **times)],
+        [entry(n, "rejected", max_tokens=1, **times) for n in (8, 7)],
+    ]
+    failures._log = lambda rank: logs[rank]  # type: ignore[method-assign]
+    text = r"reason 1 of 8; before that, ep::dispatch \(operation 7\): rejected by rank 1: reason 1 of 7$"
+    with pytest.raises(ValueError, match=text):
+        failures.check()
 
 
 def test_a_value_that_kernels_rejected(failures: Failures, device: Device) -> None:

@@ -87,7 +87,7 @@ def test_epochs_go_on():
 def test_errors_number_operations_of_any_epoch():
     for turn in TURNS:
         made = object.__new__(Report)
-        made._timeout, made._num_experts, made._reported = 2.0, 8, 0
+        made._timeout, made._num_experts, made.reported = 2.0, 8, 0
         own, seen = marks.make(turn + 7, marks.pack("dispatch", 64)), marks.make(turn + 6, marks.pack("combine", 64))
         made._now = lambda turn=turn: turn + 9
         made._words = [1, sync.TIMEOUT, sync.FLAGS.index("route"), 0, 1, 0, own, seen] + [0] * 56
@@ -265,7 +265,7 @@ def test_watch(caplog):
 def test_rejection():
     """Whoever sees it first or last in an operation, the host is told once, and of the next one again."""
     made = object.__new__(Report)
-    made._reported = 0
+    made.reported = 0
     for epoch in (7, 8):
         own, rejection = mark(epoch, "dispatch", 64), epoch << marks.SHIFT | marks.pack_rejection(3)
         record = [1, sync.REJECTION, 0, 0, 1, 5, own, rejection]
@@ -280,7 +280,7 @@ def test_rejection():
 def test_rejection_in_rounds():
     """The rejection of an operation of several epochs is reported once, whichever epoch the host reads."""
     made = object.__new__(Report)
-    made._reported = 0
+    made.reported = 0
     most = MOST_RANKS_ACROSS - 1
     for first, seen in ((7, (7, 8, 71)), (72, (74, 72))):
         for number, epoch in enumerate(seen):

@@ -122,7 +122,7 @@ def test_a_dynamic_dispatch_that_is_rejected(
     made._problem, made._local_experts, made.throughput, made._order = PROBLEM, 3, path, FlightOrder("name")
     made._failures = failures = object.__new__(Failures)
     made._state = path._state
-    failures._config, failures._rank, failures._heap = SimpleNamespace(name="name"), 1, Heap(PROBLEM)  # type: ignore
+    failures._config, failures._rank, failures._heap = SimpleNamespace(name="name", world_size=4), 1, Heap(PROBLEM)  # type: ignore
     image = bytearray(failures._heap.nbytes)
     image[EPOCH * 8 : EPOCH * 8 + 8] = struct.pack("<q", 8)  # behind operation 7
     for bank, text in enumerate(("an older one", "why")):  # where operations 6 and 7 leave reasons
@@ -133,7 +133,7 @@ def test_a_dynamic_dispatch_that_is_rejected(
     )
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     failures.report = report = object.__new__(Report)
-    report._reported, report._words = 0, [0] * 64  # type: ignore[assignment]
+    report.reported, report._words = 0, [0] * 64  # type: ignore[assignment]
     plan = Placed(idx, torch.zeros(4 * 336 + 6, dtype=torch.int32), *[idx.new_zeros(3)] * 3, idx)
 
     def planned(*_: Any) -> Any:

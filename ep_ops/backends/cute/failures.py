@@ -98,6 +98,7 @@ class Failures:
             raise RuntimeError(failed)
         if failures_alone:
             return
+        reported = self.report.reported
         rejection = None if torch.cuda.is_current_stream_capturing() else self.report.rejection()
         if rejection is not None:
             peer, epoch, doing, terms = rejection
@@ -111,7 +112,8 @@ class Failures:
                     f" {expected}: all ranks must pass the same max_tokens"
                 )
                 return self.check()
-            raise ValueError(f"communicator {self._config.name!r}: {why}")
+            more = self._rejected_between(reported, self.report.reported)
+            raise ValueError(f"communicator {self._config.name!r}: {why}{more}")
         rejected = None if torch.cuda.is_current_stream_capturing() else self.report.rejected()
         if rejected is not None:
             with beside_captures():
@@ -252,6 +254,34 @@ class Failures:
         first = self._heap.offset["reason"] + epoch % 2 * self._heap.distance["reason"] + peer * REASON_BYTES
         held = self._read(first, REASON_BYTES)
         return held[:-1].rstrip(b"\0").decode(errors="ignore"), held[-1]
+
+    def _rejected_between(self, reported: int, last: int) -> str:
+        """Return a text about the calls that other ranks have rejected between two rejected calls, named by the numbers
+        of their first operations. Kernels report the last one only; the logs of the ranks contain the others."""
+        calls: dict[int, tuple[int, int]] = {}  # first operation of a call -> the rank, and the last that it rejected
+        newest: dict[tuple[int, int], int] = {}  # rank and bank -> the operation of the reason that is there
+        own: dict[int, str] = {}
+        with contextlib.suppress(RuntimeError):  # the device is lost, or a rank's memory is not mapped
+            own = {noted.number: noted.kind for noted in self._log(self._rank)}
+            for rank in range(self._config.world_size):
+                for noted in self._log(rank):
+                    if rank != self._rank and noted.kind == "rejected":
+                        newest.setdefault((rank, noted.number % 2), noted.number)
+                        first = noted.number - marks.unpack_rejection(noted.max_tokens)[1]
+                        calls.setdefault(first, (rank, noted.number))
+        texts = []
+        for first, (rank, number) in sorted(calls.items()):
+            if reported < first < last and own.get(first, "rejected") != "rejected":
+                reason = "another reason has replaced its own"
+                if newest[rank, number % 2] == number:
+                    reason, _ = self._reason(rank, number)
+                texts.append(f"ep::{own[first]} (operation {first}): rejected by rank {rank}: {reason}")
+        return f"; before that, {'; '.join(texts)}" if texts else ""
+
+    def _log(self, rank: int) -> list[Operation]:
+        """Return the operations in the log of a rank, newest first, without waits."""
+        heap = self._heap
+        return history.operations(self._memory.read(rank, heap.offset["notes"], heap.size["notes"]), now=self._epoch())
 
     def _heard(self, epoch: int) -> tuple[int, Sequence[int]]:
         """Return the alarm word, and the marks with which all ranks have begun the operation."""

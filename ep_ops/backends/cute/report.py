@@ -45,7 +45,8 @@ class Report:
         self._num_experts, self._lost_experts = num_experts, lost_experts
         self._timeout = timeout
         self._heard, self._reason, self._now = heard, reason, now
-        self._reported = 0  # epoch of the first operation of the latest rejected call
+        self.reported = 0
+        """Epoch of the first operation of the latest call that another rank has rejected."""
         self._memory = torch.zeros(_ALL, dtype=torch.int64, device="cpu", pin_memory=True)
         self.address = self._memory.data_ptr()
         self._words = (ctypes.c_int64 * _ALL).from_address(self.address)
@@ -187,10 +188,10 @@ class Report:
         record = self._record(_REJECTION)
         self._words[_REJECTION] = 0
         epoch, terms = self._unpack(record.mark)
-        rank, turn = marks.unpack_rejection(marks.unpack(record.seen, epoch)[1])
-        if epoch - turn == self._reported:  # written again by another warp or in a later round
+        rank, turn = marks.unpack_rejection(marks.unpack(record.seen, epoch)[1].max_tokens)
+        if epoch - turn == self.reported:  # written again by another warp or in a later round
             return None
-        self._reported = epoch - turn
+        self.reported = epoch - turn
         return rank, epoch, f"ep::{terms.kind} (operation {epoch})", terms
 
 
