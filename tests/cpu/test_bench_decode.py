@@ -24,7 +24,7 @@ SMALL = "--device cpu --ranks 1 --tokens 1,3 --hidden 64 --width 32 --experts 8 
 
 
 def test_sizes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of the model, but for what is given."""
+    """Sizes are those of the model, except those that are given."""
     read = []
     monkeypatch.setattr(decode, "on_every_rank", lambda measure, args: read.append(args) or 0)
     for options in ("--model qwen3-30b", "--model deepseek-v3 --experts 32 --tokens 8"):
@@ -152,7 +152,8 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def test_layers_of_other_libraries(libraries: list[bool]) -> None:
-    """Their weights are laid out as they expect, and flashinfer tunes each shape once."""
+    """Layers of other libraries get their weights in the order that they expect, and flashinfer tunes each shape
+    once."""
     draw = torch.Generator().manual_seed(3)
     w_in, w_out = torch.randn(4, 16, 128, generator=draw) / 4, torch.randn(4, 64, 16, generator=draw) / 8
     comm: Any = None
@@ -170,7 +171,8 @@ def test_layers_of_other_libraries(libraries: list[bool]) -> None:
 def test_other_libraries_are_measured(
     libraries: list[bool], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a run on one rank. One that computes something else or fails is left out, and the run says why."""
+    """A run on one rank measures other libraries. One that computes something else or fails is left out, and the run
+    says why."""
     options = "--only torch,vllm,flashinfer"
     for result in run_here(monkeypatch, tmp_path, options):
         assert result["vllm"] > 0 and result["flashinfer"] > 0

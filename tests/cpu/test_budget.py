@@ -234,7 +234,8 @@ def test_read_when_the_operators_run(comm, seen, backend):
 
 
 def test_inside_a_compiled_function(comm, seen):
-    """It works where the graph may break there, and is rejected where it may not, rather than left out."""
+    """A budget inside a compiled function works where the graph may break, and is rejected, not ignored, where it may
+    not."""
 
     def inside(*args):
         with comm.sm_budget(dispatch=16, combine=32):

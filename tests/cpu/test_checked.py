@@ -226,7 +226,7 @@ FORMATS = [
 
 
 def test_another_wait_runs_the_operation_again() -> None:
-    """Without strict, as on the reference backend alone."""
+    """Without strict, a second wait runs the operation again, as on the reference backend alone."""
     with make(strict=False) as comm:
         x, idx, weights = toy.inputs(5, 0)
         start = comm.dispatch_start(x, idx, weights)
@@ -551,7 +551,7 @@ def test_off(monkeypatch, value):
 
 
 def test_on(monkeypatch):
-    """Said once, lest it be forgotten."""
+    """A warning says once that checking mode is on."""
     monkeypatch.setenv("EP_OPS_CHECK", "1")
     with pytest.warns(RuntimeWarning, match="every operation of communicator .* which is slow") as said:
         comm = toy.communicator()

@@ -282,7 +282,7 @@ def test_too_many_tokens(comm: ep_ops.Communicator, name: str) -> None:
 
 @pytest.mark.parametrize("name", those_with("arrivals"))
 def test_arrivals_of_no_number_of_rows(comm: ep_ops.Communicator, name: str) -> None:
-    """Too short for any, of another world size, or in another shape."""
+    """Arrivals that are too short, of another world size, or in another shape are rejected."""
     fits = arrivals.size(ROWS, 1)
     for shape in ((0,), (3,), (fits - 1,), (fits + 1,), (arrivals.size(ROWS, 2),), (1, fits), ()):
         texts = (f"arrivals has shape {shape}", "allowed: [4 R + 4] for R rows", "world_size 1")

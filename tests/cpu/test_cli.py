@@ -51,7 +51,8 @@ def run(command: list[str], timeout: float = 200, **environment: str) -> subproc
 
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.drawn)])
 def test_demo_trains_compiled_on_two_ranks(compiler: str, tmp_path: Path) -> None:
-    """Without a C++ compiler the graph is traced and differentiated, and that takes a third of the time."""
+    """The compiled demo trains on two ranks. Without a C++ compiler the graph is traced and differentiated, which takes
+    a third of the time."""
     environment = {"PATH": str(tmp_path), "CXX": ""} if compiler == "aot_eager" else {}
     done = run([*DEMO, "--steps", "12"], timeout=280, **environment)  # two compilers beside other tests
     assert done.returncode == 0, done.stderr
@@ -73,7 +74,7 @@ def test_demo_reports_what_a_rank_raised(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.drawn
 @pytest.mark.parametrize("how", ["Ctrl-C", "terminate parent"])
 def test_a_signal_ends_every_process(how: str) -> None:
-    """Sent to all of them, or to the one that the user has started."""
+    """A signal ends every process, sent to all of them, or to the one that the user has started."""
     with subprocess.Popen(
         [*DEMO, "--eager", "--steps", "1000000"],
         stdout=subprocess.PIPE,
@@ -129,7 +130,8 @@ def look_at_the_store(rank: int, store: str, world_size: int, found: str) -> Non
 
 
 def test_nobody_else_reaches_the_store_of_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a file in a private folder, which is removed. The processes listen on the loopback interface at most."""
+    """The store of a launch is a file in a private folder, which is removed. The processes listen on the loopback
+    interface at most."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     launch(look_at_the_store, 2, str(tmp_path / "found"))
     store, mode, owner, listening = json.loads((tmp_path / "found").read_text())
@@ -139,7 +141,8 @@ def test_nobody_else_reaches_the_store_of_a_launch(tmp_path: Path, monkeypatch: 
 
 
 def test_a_failing_rank_ends_the_waiting_one() -> None:
-    """Its barrier alone would wait for 300 s, as long as a test may take."""
+    """A rank that fails ends the one that waits for it, whose barrier alone would wait for 300 s, as long as a test may
+    take."""
     with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="(?s)Process 1 .*ValueError: no good"):
         launch(fail_on_rank_one, 2)
 
@@ -153,7 +156,8 @@ def leave_work_behind(rank: int, store: str, world_size: int) -> None:
 
 
 def test_a_group_that_somebody_holds_does_not_spoil_the_end() -> None:
-    """Its threads live on, and must not free tensors while Python is finalized: that aborts the process."""
+    """A process ends well although somebody holds its process group, whose threads must not free tensors while Python
+    is finalized: that aborts the process."""
     launch(leave_work_behind, 2)
 
 
@@ -418,7 +422,7 @@ def run_script(path: str) -> None:
 def test_examples_of_the_documentation_run(
     page: str, smaller: list[tuple[str, str]], behind: str, tmp_path: Path
 ) -> None:
-    """With smaller sizes, traced as one graph but not lowered."""
+    """Examples run with smaller sizes, traced as one graph but not lowered."""
     example = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)[0]
     for old, new in smaller:
         assert old in example

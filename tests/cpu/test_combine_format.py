@@ -147,7 +147,7 @@ def of_benchmark() -> dict[str, float]:
 
 
 def test_what_the_benchmark_expects() -> None:
-    """Across domains, too, where sums are quantized twice."""
+    """The benchmark expects what arrives of quantized sums, also across domains, where sums are quantized twice."""
     for errors in run_ranks(4, of_benchmark):
         assert max(errors.values()) <= MAX_ERROR and {"combine_fp8", "combine_token_major_fp8"} <= errors.keys()
 
@@ -280,7 +280,7 @@ def test_layer(split: bool) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_moe_communicator(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its combines have the format, statistics count its bytes, and its kernels are compiled ahead."""
+    """Combines of a MoECommunicator have its format, statistics count its bytes, and its kernels are compiled ahead."""
     given, asked = moe_cases.drawn(0, 0, 9), []
     with moe_cases.communicator(combine_format=WIRE, overlap=overlap, statistics=True) as moe, torch.no_grad():
         output, handle = moe.dispatch(given.x, given.ids, given.weights)

@@ -214,7 +214,8 @@ def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("way", [lambda run: run, _compiled], ids=["eager", "compiled"])
 def test_methods_of_a_destroyed_communicator_whose_name_is_used_again(way: Callable[..., Any]) -> None:
-    """They raise, with right and wrong arguments, and reach neither the new communicator nor freed memory."""
+    """Methods of a destroyed communicator raise, with right and wrong arguments, and reach neither the new communicator
+    of that name nor freed memory."""
     old = make(name="again", dtype=torch.float32, symmetric_rows=64)
     x, idx, weights = torch.ones(4, 8), torch.tensor([[0, 1]] * 4, dtype=torch.int32), torch.ones(4, 2)
     with torch.no_grad():

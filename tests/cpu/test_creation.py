@@ -39,7 +39,7 @@ def allocate(lacking: int) -> tuple[str, list[str]]:
 
 
 def test_no_symmetric_memory_on_one_rank() -> None:
-    """It is told before anybody waits for that rank in the rendezvous."""
+    """If one rank has no symmetric memory, all ranks learn it before anybody waits for that rank in the rendezvous."""
     mine, theirs = run_ranks(2, allocate, 0, timeout=20.0)
     assert mine == ("OutOfMemoryError: no room for it", [])
     said = "allocating 64 bytes of symmetric memory: rank 0: OutOfMemoryError: no room for it"

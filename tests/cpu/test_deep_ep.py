@@ -371,7 +371,7 @@ def test_the_bound_on_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_install() -> None:
-    """In a process of its own, as clients import it; and not where DeepEP is."""
+    """install() works in a process of its own, as clients import it, and is rejected where DeepEP is installed."""
     code = (
         "import importlib.util, sys, types; sys.modules['deep_ep'] = types.ModuleType('deep_ep');"
         "import ep_ops.integrations.deep_ep as ours\n"

@@ -180,7 +180,8 @@ def _home(given: list[Given], once: bool) -> list[Any]:
 
 @pytest.mark.parametrize("several", [True, False])
 def test_where_sums_are_rounded(several: bool) -> None:
-    """Once, at the owner, but for a rank's partial sums of expanded rows if multiple reductions are allowed."""
+    """Sums are rounded once, at the owner, but for a rank's partial sums of expanded rows if multiple reductions are
+    allowed."""
     given = draw(cases.fresh_seed())
     results = run_ranks(RANKS, _home, given, several)
     for case in range(4):

@@ -33,7 +33,7 @@ def anchors(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links(page: str) -> None:
-    """And into the site (docs/hooks.py): `make docs` takes no others."""
+    """Links lead to files that exist and are on the site (docs/hooks.py): `make docs` accepts no others."""
     wrong = []
     for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", (ROOT / page).read_text()):
         name, _, anchor = link.partition("#")
@@ -76,7 +76,7 @@ def test_every_argument_and_result_of_operators_is_explained() -> None:
 
 
 def test_every_row_of_the_table_of_failures_is_tested() -> None:
-    """Its tests are named in a comment below it, a line for each row."""
+    """The comment below the table of failures names tests for each row, and they exist."""
     page = (ROOT / "docs/failures.md").read_text()
     _, _, *rows = re.search(r"^\| fault \|(?:.*\n\|)+.*$", page, re.M)[0].splitlines()  # type: ignore[index]
     named = re.search(r"<!-- The tests(?s:.*?)\n(?s:(.*?))-->", page)[1].splitlines()  # type: ignore[index]
@@ -110,7 +110,8 @@ def texts() -> list[str]:
 
 
 def test_texts_that_troubleshooting_quotes_are_the_librarys() -> None:
-    """Word by word: each piece between "…" stands in one literal, in the order of the page."""
+    """Troubleshooting quotes the library's texts word by word: each piece between "…" stands in one literal, in the
+    order of the page."""
     page = (ROOT / "docs/troubleshooting.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     quoted = [text for row in rows for text in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
@@ -190,7 +191,7 @@ def given(comm: ep_ops.Communicator) -> dict[str, Any]:
 
 @pytest.mark.parametrize("page", WITH_BLOCKS)
 def test_blocks_run(page: str) -> None:
-    """In order, on one rank of the reference backend."""
+    """The code blocks of a page run in order, on one rank of the reference backend."""
     with eval(f"ep_ops.Communicator({SIZES}, device='cpu')") as comm:
         names = given(comm)
         for block in blocks_of(page):

@@ -148,7 +148,7 @@ def check(found: list[tuple[Any, ...]], cases: list[dict[str, Any]], products: t
 
 
 def test_the_same_bits_between_ranks() -> None:
-    """With torch's grouped GEMM, which runs once for each matrix."""
+    """Late and ordinary gradients have the same bits with torch's grouped GEMM, which runs once for each matrix."""
     cases = CASES + FROZEN + COMPILED
     results = run_ranks(2, differences, torch.bfloat16, cases)
     for found in results:
@@ -157,7 +157,7 @@ def test_the_same_bits_between_ranks() -> None:
 
 
 def test_the_same_bits_in_float32() -> None:
-    """With a product for each expert and matrix."""
+    """Late and ordinary gradients have the same bits with a product for each expert and matrix."""
     cases = CASES[:1] + FROZEN[:1]
     check(differences(torch.float32, cases), cases, ("mm",) * 2 * E)
 
@@ -209,7 +209,7 @@ def quacks_gemm(
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_quacks_gemms(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for its GEMM: in both orders, as one operator for each product."""
+    """A stand-in for quack's GEMM runs in both orders, as one operator for each product."""
     monkeypatch.setattr(quack_mm, "gemm", quacks_gemm)
     with communicator(torch.bfloat16) as comm:
         expected, _ = trained(comm, TORCH, 7)
@@ -229,8 +229,8 @@ def test_quacks_gemms(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_quacks_gemms_gather_token_major_rows(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the stand-in: the bits of torch's GEMM on copied rows, in both orders, and with rows that are dispatched
-    again."""
+    """The stand-in for quack's GEMM returns the bits of torch's GEMM on copied rows, in both orders, and with rows that
+    are dispatched again."""
     monkeypatch.setattr(quack_mm, "gemm", quacks_gemm)
     with communicator(torch.bfloat16) as comm:
         expected, _ = trained(comm, TORCH, 7, rows="token_major")

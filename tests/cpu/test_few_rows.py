@@ -92,7 +92,7 @@ def test_bits_of_a_row_are_its_own(dtype: torch.dtype) -> None:
 
 
 def test_gradients() -> None:
-    """Those of the ordinary GEMMs, whatever undefined rows hold."""
+    """Gradients are those of the ordinary GEMMs, whatever undefined rows hold."""
     draw = random.Random(fresh_seed())
     torch.manual_seed(draw.getrandbits(31))
     of, route = case(draw)
@@ -133,7 +133,7 @@ def test_compiled(dynamic: bool, transposed: bool) -> None:
 
 
 def test_opcheck() -> None:
-    """With nothing undefined, since it is compared."""
+    """torch's opcheck accepts the operator on rows without undefined values, because it compares all of them."""
     draw = random.Random(fresh_seed())
     of = Drawn([4, 8], [4, 12], list(range(12)), [], 12)
     route = route_of(of)
@@ -197,7 +197,8 @@ def outputs() -> list[Tensor]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_bits_of_a_token_are_its_own(ranks: int) -> None:
-    """In every batch, with gradients and without, and on whichever rank the token is. Of 4 ranks one has no expert."""
+    """A token's bits are the same in every batch, with gradients and without, and on whichever rank it is. Of 4 ranks
+    one has no expert."""
     results = run_ranks(ranks, outputs) if ranks > 1 else [outputs()]
     whole = results[0][BATCHES.index(256)]
     for found in results:
@@ -221,7 +222,8 @@ def test_layers_of_all_sizes(ranks: int) -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_layer(dynamic: bool) -> None:
-    """In one graph, without gradients and with them: the same bits, and the gradients of an eager layer."""
+    """A layer compiles to one graph, without gradients and with them, and returns the same bits and gradients as an
+    eager one."""
     torch._dynamo.reset()
     with communicator(alignment=4) as comm:
         layer = Experts(comm, F, gemms="memory", seed=3)
@@ -240,7 +242,7 @@ def test_compiled_layer(dynamic: bool) -> None:
 
 
 def test_which_gemms_run() -> None:
-    """By name, sizes and gradients; "auto" on the backend of kernels alone."""
+    """Names, sizes and gradients select the GEMMs; "auto" selects few-row GEMMs on the backend of kernels alone."""
     with communicator() as comm:
         assert choose(comm, "auto", F) == choose(comm, "torch", F) == choose(comm, TORCH, F) == Choice(TORCH)
         assert choose(comm, "quack", F) == Choice(quack_mm.GEMMS)

@@ -101,7 +101,8 @@ def test_powers_do_not_depend_on_how_a_quotient_is_rounded(name: str) -> None:
 
 
 def test_as_deepgemm_casts_tokens() -> None:
-    """Its formula: amax of 128, at least 1e-4, over 448; rounded up to a power of two by logarithms; x times 1 / s."""
+    """Scales follow DeepGEMM's formula: amax of 128, at least 1e-4, over 448; rounded up to a power of two by
+    logarithms; x times 1 / s."""
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(cases.fresh_seed())).mul(3).exp2().bfloat16()
     blocks = x.view(64, -1, 128)
     amax = blocks.abs().float().amax(2).clamp(min=1e-4)
@@ -116,7 +117,7 @@ def test_as_deepgemm_casts_tokens() -> None:
 
 
 def test_as_rceil_of_mx() -> None:
-    """Its formula: the exponent of amax / 448, rounded up; x over the scale, clamped."""
+    """Scales follow the RCEIL formula of MX: the exponent of amax / 448, rounded up; x over the scale, clamped."""
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(cases.fresh_seed())).mul(9).exp2().bfloat16()
     blocks = x.float().view(64, -1, 32)
     exponent = (blocks.abs().amax(2) / 448).log2().ceil().clamp(min=-127)
@@ -157,7 +158,7 @@ PACKED = [
 @pytest.mark.parametrize("zeros", [True, False])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_layouts(sizes: str, zeros: bool) -> None:
-    """Against what reshaping and transposing make of the same rows, to the last byte; and read back."""
+    """Every layout equals, to the last byte, the same rows reshaped and transposed, and can be read back."""
     counts, alignment, slots = SIZES[sizes]
     padded = [quantized.up(count, alignment) for count in counts]
     begins = [slots * i if slots else sum(padded[:i]) for i in range(len(counts))]
@@ -204,7 +205,7 @@ def test_layouts(sizes: str, zeros: bool) -> None:
 
 
 def test_bases_differ_between_consumers() -> None:
-    """Even where groups are whole tiles; with the sizes of docs/formats.md."""
+    """Consumers have different bases even where groups are whole tiles, with the sizes of docs/formats.md."""
     ends = torch.tensor([128, 384, 384], dtype=torch.int32)
     counts = torch.tensor([128, 256, 0], dtype=torch.int32)
     first = {

@@ -152,7 +152,7 @@ def test_autocast_leaves_quantized_rows_alone(comm: ep_ops.Communicator) -> None
 
 
 def test_padding_that_is_not_zeroed(comm: ep_ops.Communicator) -> None:
-    """In x's own format too: NaN, as all that is undefined; kept rows and weights are what they were."""
+    """Padding that is not zeroed is NaN, in x's own format too; kept rows and weights are unchanged."""
     x, idx, weights = inputs()
     for zeros in (True, False):
         sent = comm.dispatch(x, idx, weights, zeros=zeros)
@@ -244,7 +244,8 @@ def test_compiled(ranks: int, backend: str, format: str) -> None:
 @pytest.mark.parametrize("size", ["flat", "slots", "exact"])
 @pytest.mark.parametrize(("name", "layout"), ASKED)
 def test_scales_in_a_graph(comm: ep_ops.Communicator, name: str, layout: str, size: str) -> None:
-    """Their strides too; of a number of rows that only the data tell as well."""
+    """Scales in a compiled graph have the strides of eager ones, also for a number of rows that only the data
+    determine."""
 
     def scales(x: Tensor, idx: Tensor) -> tuple[Tensor, Tensor]:
         if size == "exact":
@@ -328,7 +329,7 @@ class Rows(torch.autograd.Function):
 @pytest.mark.parametrize("slots", [0, 16])
 @pytest.mark.parametrize("format", list(FORMATS))
 def test_gradients_go_straight_through(format: str, slots: int) -> None:
-    """To the bit those of a dispatch without a format: in x's dtype, never rounded to e4m3."""
+    """Gradients are to the bit those of a dispatch without a format: in x's dtype, never rounded to e4m3."""
     for got, plain in run_ranks(2, _gradients, format, slots, cases.fresh_seed()):
         for one, other in zip(got, plain, strict=True):
             assert one.dtype == other.dtype and torch.equal(one, other) and bool(one.any())

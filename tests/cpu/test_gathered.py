@@ -76,8 +76,8 @@ def test_compiled_rows_are_written_in_place():
 
 
 def test_compiled_rows_are_written_once():
-    """By the kernel that computes them: there is no other between dispatch and combine. Rows from outside of the graph
-    are handed on as they are, wherever they lie."""
+    """The kernel that computes rows writes them once: there is no other between dispatch and combine. Rows from outside
+    of the graph are handed on as they are, wherever they lie."""
     torch._dynamo.reset()
     with toy.communicator(symmetric_rows=44) as comm, torch.no_grad():
         x, topk_idx, _ = toy.inputs(5)
@@ -118,7 +118,7 @@ def test_empty_rows():
 
 
 def test_rows_elsewhere_are_copied():
-    """Into the memory that empty_rows hands out, where nothing else lies any more."""
+    """Rows that lie elsewhere are copied into the memory that empty_rows returns, where nothing else is in use."""
     with toy.communicator(symmetric_rows=44) as comm:
         x, topk_idx, _ = toy.inputs(5)
         rows = comm.dispatch(x, topk_idx, capacity=40)

@@ -137,7 +137,7 @@ def test_repeated_ids_are_invalid_without_sizes() -> None:
 
 @pytest.mark.parametrize("capacity", [None, 16])
 def test_dropped_rows_are_counted(capacity: int | None) -> None:
-    """Also without a capacity of the layer, and in compiled code that runs a checkpoint."""
+    """Dropped rows are counted, also without a capacity of the layer, and in compiled code that runs a checkpoint."""
     from torch.utils.checkpoint import checkpoint
 
     with made(max_tokens_per_rank=32, alignment=1) as comm:
@@ -154,7 +154,7 @@ def test_dropped_rows_are_counted(capacity: int | None) -> None:
 
 
 def test_addresses_in_remembered_calls() -> None:
-    """On every backend, because kernels read pairs of ints and vectors of 16 bytes."""
+    """Remembered calls check addresses on every backend, because kernels read pairs of ints and vectors of 16 bytes."""
     with made() as comm, torch.no_grad():
         x, w, ids = torch.randn(4, H), torch.rand(4, K), torch.tensor([[0, 1]] * 4, dtype=torch.int32)
         for _ in range(4):

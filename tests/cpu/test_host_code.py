@@ -13,6 +13,7 @@ import torch
 import toy
 
 import ep_ops
+from ep_ops.backends import calls
 from ep_ops.backends.cute.sizing import MOST_ROUNDS, least_round, round_tokens
 from ep_ops.config import Config
 from ep_ops.group import agreement
@@ -46,6 +47,20 @@ def test_any_rank_may_be_unfit_for_kernels(unfit: int) -> None:
         mock.patch.object(agreement, "divide", lambda facts, size: ((0, 1),)),
     ):
         assert agreement.agree(exchange, own, None, words[0][3], lambda config: None).backend == "reference"
+
+
+def test_calls_used_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A communicator with too many calls forgets those that were not used for longest."""
+    monkeypatch.setattr(calls, "MOST_CALLS", 8)
+    cache, unused = calls.CallCache(None), calls.Call(lambda arguments: None)  # type: ignore[arg-type]
+    for key in "abcde":
+        cache.add(key, unused)
+    assert cache["a"] is unused, "found in the older half, and used now"
+    for key in "fgh":
+        cache.add(key, unused)
+    assert cache["a"] is cache["e"] is unused and cache["b"] is cache["c"] is None
+    cache.forget()
+    assert cache["a"] is cache["h"] is None
 
 
 def test_as_many_rounds_as_a_rejection_counts() -> None:

@@ -27,7 +27,7 @@ from ep_ops.group.topology import choose_backend, gpu_facts
 def test_gpus_that_cannot_hold_the_kernels_are_rejected_by_name(
     capability: tuple[int, int], shared: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With backend="cute"; "auto" selects the reference backend."""
+    """backend="cute" rejects GPUs that cannot hold the kernels by name; "auto" selects the reference backend."""
     gpu = SimpleNamespace(
         name="NVIDIA Something", major=capability[0], minor=capability[1], shared_memory_per_block_optin=shared
     )
@@ -89,7 +89,7 @@ def test_as_many_ranks_as_map_each_others_memory() -> None:
 
 
 def test_as_many_ranks_as_an_alarm_can_name() -> None:
-    """Across NVLink domains, whose ranks hold what other domains put here."""
+    """Across NVLink domains there are at most as many ranks as an alarm can name."""
     sizes: dict[str, Any] = dict(num_experts=128, hidden_size=64, top_k=2, max_tokens_per_rank=8, backend="cute")
     near, across = (ep_ops.memory_plan(world_size=64, domain_size=size, **sizes) for size in (64, 32))
     for purpose in ("flags", "routes", "gradients of weights", "staged rows", "marked lines"):

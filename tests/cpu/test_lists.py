@@ -109,7 +109,7 @@ def test_lists_of_global_ids_are_rejected() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("weighted", [True, False])
 def test_reduce_rows(dtype: torch.dtype, weighted: bool) -> None:
-    """To the bit: fp32, k ascending, rounded once; what holds nothing is not read."""
+    """Sums are right to the bit: fp32, k ascending, rounded once; undefined rows are not read."""
     draw = torch.Generator().manual_seed(cases.fresh_seed())
     local_idx = torch.randint(-1, 4, (30, 6), generator=draw).int()
     lists = expert_lists(local_idx, 4, alignment=4, capacity=100)
@@ -171,7 +171,7 @@ def test_what_is_undefined_reaches_no_gradient() -> None:
 
 
 def test_quantized_rows_are_gathered_too() -> None:
-    """And their scales."""
+    """Quantized rows and their scales are gathered as other rows are."""
     local_idx = torch.tensor([[0, 1], [1, -1], [-1, -1]]).int()
     lists = expert_lists(local_idx, 2, alignment=2)
     codes = torch.randn(3, 8).to(torch.float8_e4m3fn)
@@ -201,7 +201,7 @@ def gemm(
 
 @pytest.mark.parametrize("alignment", [1, 4])
 def test_quacks_products(alignment: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for its GEMM: products and gradients are those of gathered rows."""
+    """With a stand-in for quack's GEMM, products and gradients are those of gathered rows."""
     monkeypatch.setattr(quack, "gemm", gemm)
     local_idx = torch.tensor([[0, 3, -1], [3, 1, 1], [-1, -1, -1], [0, -1, 3]]).int()  # nobody names expert 2
     lists = expert_lists(local_idx, 4, alignment=alignment)

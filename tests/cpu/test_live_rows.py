@@ -71,7 +71,7 @@ def test_values(dtype: torch.dtype, layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradient(dtype: torch.dtype, layout: str) -> None:
-    """Against the derivative of the expression in fp64, whatever the gradient of other rows holds."""
+    """Gradients equal the derivative of the expression in fp64, whatever the gradient of other rows holds."""
     draw = random.Random(fresh_seed())
     of, route = case(draw, **LAYOUTS[layout])
     x, grad = of.poisoned(16, dtype, draw), of.poisoned(8, dtype, draw)
@@ -90,7 +90,7 @@ def test_gradient(dtype: torch.dtype, layout: str) -> None:
 
 
 def test_gradcheck() -> None:
-    """Numerically, of rows that are all kept."""
+    """Gradients of rows that are all kept agree with numerical ones."""
     draw = random.Random(fresh_seed())
     of, route = case(draw, alignment=1, behind=0)
     x = of.poisoned(6, torch.float64, draw).requires_grad_()
@@ -162,7 +162,7 @@ def test_compiled(dynamic: bool) -> None:
 
 @pytest.mark.parametrize("slots", [0, 12])
 def test_opcheck(slots: int) -> None:
-    """With nothing undefined, since it is compared."""
+    """torch's opcheck accepts the operators on rows without undefined values, because it compares all of them."""
     draw = random.Random(fresh_seed())
     counts = [slots or 4, slots or 8]
     of = Drawn(counts, [counts[0], sum(counts)], list(range(sum(counts))), [], sum(counts))

@@ -95,7 +95,7 @@ def no_memory(after: bool) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("start", [False, True])
 def test_an_exception_on_one_rank(start: bool) -> None:
-    """It ends the operation on all ranks, and the next one is as any other."""
+    """An exception on one rank ends the operation on all ranks, and the next one is as any other."""
     assert run_ranks(2, no_memory, start) == [
         ("OutOfMemoryError: no room", True),
         ("ValueError: dispatch: rejected by rank 0: OutOfMemoryError: no room", True),

@@ -57,8 +57,8 @@ def counted(layout: Layout, ids: list[list[list[int]]]) -> model_formulas.ModelT
     (4, 3), pytest.param(1, 1, marks=pytest.mark.drawn), pytest.param(2, 2, marks=pytest.mark.drawn)
 ])  # fmt: skip
 def test_traffic(domains: int, size: int, held: int, top_k: int) -> None:
-    """On average. Of so many tokens that is off by less than 4 %, four deviations of what is rarest: rows to the other
-    rank of a domain of two, among eight ranks."""
+    """Traffic is right on average. For so many tokens that is off by less than 4 %, four deviations of what is rarest:
+    rows to the other rank of a domain of two, among eight ranks."""
     draw = random.Random(fresh_seed())
     layout = Layout(domains, size, tokens=80_000 // (domains * size), experts=held * domains * size, top_k=top_k)
     experts = range(layout.experts)
@@ -187,7 +187,8 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_rows_puts_and_bytes_are_the_protocols(layout: Small) -> None:
-    """But scalars come back only where they are gradients, and chunks that are announced are other ones in kernels."""
+    """Rows, puts and bytes are those of the protocol, but scalars return only where they are gradients, and kernels
+    announce other chunks."""
     dispatch, combine = model_formulas.dispatch_bytes(layout), model_formulas.combine_bytes(layout)
     first = run_everywhere(layout, ["dispatch"])
     then = run_everywhere(layout, ["dispatch", "combine"])
@@ -257,7 +258,7 @@ def test_places_of_few_tokens_are_the_protocols(layout: Small) -> None:
 
 
 def test_staging_of_few_tokens() -> None:
-    """By hand, for 2 domains of 2 ranks."""
+    """The staging of few tokens equals numbers computed by hand for 2 domains of 2 ranks."""
     layout = Layout(2, 2, tokens=3, hidden=8, itemsize=2, experts=4, top_k=2, few_tokens=2)
     expected = 2 * 4 * 2 * 512 + 2 * 4 * 512 + 8 * 4 * (2 + 1)
     assert model_formulas.staging(layout)["few tokens"] == 2 * expected
@@ -351,7 +352,7 @@ def test_few_tokens() -> None:
 
 
 def test_bundled_puts() -> None:
-    """Against tokens that are drawn one by one."""
+    """The number of bundled puts equals that of tokens that are drawn one by one."""
     layout = Layout(2, 2, tokens=5, experts=8, top_k=2)
     draw, puts = random.Random(fresh_seed()), 0
     for _ in range(20_000):

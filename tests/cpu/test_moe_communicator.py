@@ -124,7 +124,7 @@ def gradients(seed: int, way: dict[str, Any], compiled: bool) -> list[list[Tenso
     [*((rows, False, 2) for rows in ROWS), ("grouped", True, 2), ("padded", True, 1), ("token_major", True, 1)],
 )
 def test_gradients(rows: str, compiled: bool, ranks: int) -> None:
-    """With replicas, statistics and split operations; rows quantized on the wire, to what they are."""
+    """Gradients are right with replicas, statistics and split operations, and with rows quantized on the wire."""
     way = dict(layout=rows, placement=REPLICAS, statistics=True, overlap=rows != "grouped")
     way["quant"] = Quant("wire:e4m3/128/pow2" if rows == "padded" else "")
     torch._dynamo.reset()
@@ -189,8 +189,8 @@ def test_two_batches_in_turns(rows: str, overlap: bool, compiled: bool, ranks: i
 
 
 def test_handles_are_tensors() -> None:
-    """From one compiled function to another, to a second dispatch, and back; siblings and other placements take the
-    code that is there."""
+    """Handles pass from one compiled function to another, to a second dispatch, and back; siblings and other placements
+    use the code that is there."""
     seed = cases.fresh_seed()
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
@@ -234,7 +234,7 @@ OTHERS = 2
 
 
 def test_it_costs_nothing_over_the_operators() -> None:
-    """Without a placement and statistics: the same operators, and a few calls of Python."""
+    """Without a placement and statistics, the same operators run, with a few more calls of Python."""
     given = drawn(0, 0, MOST)
     with communicator() as moe, torch.no_grad():
 
@@ -373,7 +373,7 @@ def rejected() -> list[str]:
 
 
 def test_latency_kernels_within_bounded_memory() -> None:
-    """They take no more tokens than a round has."""
+    """Latency kernels take no more tokens than a round has."""
     with pytest.raises(ValueError, match="mode 'latency' takes at most 0 of .* within staging_bytes 1000; allowed"):
         MoECommunicator(config(mode="latency", staging_bytes=1000), device="cpu")
 

@@ -45,7 +45,8 @@ from ep_ops.records import Operation
 
 
 def test_replicas_take_turns() -> None:
-    """Straight from the definition, in loops; int32 and int64, and tokens of several dimensions."""
+    """Replicas take turns as the definition says, computed in loops; int32 and int64, and tokens of several
+    dimensions."""
     from ep_ops.moe.placement import ReplicaMap
 
     seed = cases.fresh_seed()
@@ -149,7 +150,7 @@ def counts(seed: int, rows: str) -> tuple[Stats, list[Tensor], list[int]]:
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_stats(rows: str) -> None:
-    """Against loops over what ranks have asked for, over a change of the placement."""
+    """Statistics equal loops over what ranks have requested, over a change of the placement."""
     seed = cases.fresh_seed()
     found = run_ranks(2, counts, seed, rows)
     kept, dropped = torch.zeros(2, E, dtype=torch.int64), torch.zeros(2, E, dtype=torch.int64)

@@ -112,7 +112,7 @@ def given_back() -> list[Any]:
 
 
 def test_what_all_have_freed_is_given_back() -> None:
-    """In the same order on all ranks, by those that allocate."""
+    """Memory that all ranks have freed is returned in the same order on all ranks, by those that allocate."""
     for rank, calls in enumerate(run_ranks(2, given_back)):
         assert calls == [
             ("init", rank, 2, True), ("malloc", 16), ("malloc", 32), ("malloc", 48), ("free", 16), ("free", 48),
@@ -168,7 +168,7 @@ def test_alone() -> None:
 
 
 def test_the_library_itself() -> None:
-    """Where it is installed; it needs no GPU for that."""
+    """The library is found where it is installed; it needs no GPU for that."""
     pytest.importorskip("nvshmem.bindings", reason="needs nvshmem4py")
     assert nvshmem.problem() is None
     version, path = nvshmem.loaded()

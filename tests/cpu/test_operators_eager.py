@@ -309,7 +309,8 @@ def test_what_is_wrong_is_not_recognized(comm, calls, what):
 @torch.no_grad()
 @pytest.mark.parametrize("field", ["topk_idx", "send_rows", "arrivals", "offs", "counts"])
 def test_a_route_without_a_tensor_is_not_recognized(comm, monkeypatch, field):
-    """Nor mistaken for the weights that the call lacks as well. The other ranks are informed."""
+    """A route without a tensor is not recognized, nor mistaken for a call without weights. The other ranks are
+    informed."""
     x, idx, _ = given()
     sent = many(comm, x, idx)
     for _ in range(3):
@@ -407,8 +408,8 @@ def test_what_is_remembered(comm, monkeypatch):
 
 @torch.no_grad()
 def test_launches_are_bound_once(comm, monkeypatch):
-    """For given sizes, with and without weights, also by calls that are checked. Other ranks hear of errors in calls
-    that are not checked."""
+    """Launches are bound once for given sizes, with and without weights, also by calls that are checked. Other ranks
+    learn of errors in calls that are not checked."""
     x, idx, weights = given()
     bound: list[Any] = []
     prepare = comm.backend.prepare
@@ -448,7 +449,7 @@ def test_launches_are_bound_once(comm, monkeypatch):
 
 @torch.no_grad()
 def test_a_destroyed_communicator_remembers_nothing(comm, monkeypatch):
-    """Neither its own backend nor that of another one of its name runs its calls again."""
+    """Calls of a destroyed communicator run neither on its own backend nor on that of another one of its name."""
     args = given()
     many(comm, *args)
     comm.destroy()
@@ -495,7 +496,8 @@ OTHERS = 2
 @torch.no_grad()
 @pytest.mark.parametrize("name", MOST_CALLS)
 def test_host_time_of_a_call(comm, monkeypatch, name):
-    """Between a method and its backend stand a few calls, some 0.1 us each. Whoever adds one says so here."""
+    """Only a few calls, of some 0.1 us each, stand between a method and its backend. Whoever adds one changes the
+    number here."""
     x, idx, weights = given()
     rows = comm.dispatch(x, idx, weights)
     route = rows.route

@@ -199,8 +199,8 @@ def test_second_derivatives_are_rejected(exact):
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("of", ["rows", "weights", "grad_out", "checkpointed"])
 def test_no_second_derivative_is_left_out(exact, of, split):
-    """Also not by torch.autograd.grad, which comes to no node from which its inputs cannot be reached, and not where
-    the first gradients hang on nothing but what a combine has saved."""
+    """A second derivative raises, also by torch.autograd.grad, which comes to no node from which its inputs cannot be
+    reached, and where the first gradients depend on nothing but what a combine has saved."""
     x, topk_idx, weights = toy.inputs(3, dtype=torch.float64, grad=True)
 
     def layer(x, weights):

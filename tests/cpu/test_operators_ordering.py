@@ -226,7 +226,7 @@ def test_a_pass_that_changes_the_order_is_reported(change, what):
 
 
 def test_nodes_that_communicate_are_put_back():
-    """With what they need, and behind what they need."""
+    """Nodes that communicate are put back with what they need, and behind it."""
     ep, math = torch.ops.ep, torch.ops.aten
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
@@ -296,7 +296,8 @@ def test_changed_torch_is_left_alone(not_installed, monkeypatch):
 
 
 def test_keys_of_compiled_graphs_follow_from_the_sources(tmp_path, monkeypatch):
-    """With a number in the place of the sources, caches bring back graphs of an ep_ops that has changed since."""
+    """Keys of compiled graphs follow from the sources. With a number in their place, caches bring back graphs of an
+    ep_ops that has changed since."""
     assert "ep_ops_tests_" in os.environ["TORCHINDUCTOR_CACHE_DIR"], "those of an earlier run are not found"
     root = Path(ordering.__file__).parents[2]
     assert ordering.SOURCES == (root / "ep_ops", root / "meta_kernels")

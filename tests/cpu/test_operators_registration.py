@@ -123,7 +123,8 @@ def test_opcheck(lenient, name, variant, tokens):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "variant"), CALLS)
 def test_fakes_give_what_is_returned(name, variant, dtype):
-    """Whatever the rows' dtype: weights are float64 where the rows are, else float32, also where none were given."""
+    """Fakes return the dtypes of the operators: weights are float64 where the rows are, else float32, also where none
+    were given."""
     with toy.communicator(dtype=dtype, strict=False) as comm:
         _fake_is_like_real(comm, name, variant)
 

@@ -71,7 +71,8 @@ FORWARD = ["dispatch_start", "mm", "dispatch_wait", "combine_start", "mm", "comb
 
 
 def test_inductor_leaves_between_what_stands_between():
-    """In a graph for inference, in one for training, and in its backward, where the gradient of a wait starts."""
+    """Inductor leaves work between start and wait, in a graph for inference, in one for training, and in its backward,
+    where the gradient of a wait starts."""
     torch._dynamo.reset()
     with toy.communicator() as comm:
         _, (forward, *_) = run_and_get_code(torch.compile(split, fullgraph=True), comm, *arguments(7, False))

@@ -131,7 +131,8 @@ def _ddp_without_preparation():
 
 
 def test_ddp_of_a_model_that_is_not_prepared():
-    """It would make the experts of rank 0 everybody's."""
+    """DistributedDataParallel of a model that is not prepared raises, because it would copy the experts of rank 0 to
+    all ranks."""
     for text, kept in run_ranks(2, _ddp_without_preparation):
         assert kept
         assert (

@@ -49,7 +49,7 @@ def test_unequal_pasts(met):
 
 
 def test_group_is_found():
-    """By its name, as torch looks for it, and not any more afterwards."""
+    """A group is found by its name, as torch looks for it, and is not found after it has been removed."""
     shared = dist.HashStore()
     with registered(FromZero(shared), 1, 3) as name:
         gc.collect()

@@ -76,7 +76,8 @@ def test_parts_of_a_route(name):
 
 @pytest.mark.parametrize("bad", [-(2**31), -1, 13, 14, 2**31 - 1])
 def test_parts_read_nothing_outside_of_the_lists(bad):
-    """Whatever integers an operator is called with: each number of a route is wrong in turn, and then all."""
+    """Parts read nothing outside of the lists, whatever integers these hold: each number of a route is wrong in turn,
+    and then all."""
     rows, world_size, top_k, most = 12, 3, 2, 8
     for wrong in (*range(arrivals.size(rows, world_size)), slice(None)):
         lists = torch.zeros(arrivals.size(rows, world_size), dtype=torch.int32)
@@ -89,7 +90,7 @@ def test_parts_read_nothing_outside_of_the_lists(bad):
 
 
 def test_parts_ask_nothing_of_the_device():
-    """Which graphs could not capture: tensors without values have all that it takes."""
+    """Parts need no values on the host, which graphs could not capture: they are made of tensors without values."""
     with FakeTensorMode():
         lists = torch.empty(arrivals.size(12, 3), dtype=torch.int32)
         assert arrivals.part(lists, 3, 8, 4, 2, 2).shape == lists.shape

@@ -89,7 +89,7 @@ def layers(format: str, way: str, seed: int) -> dict[str, float]:
 
 @pytest.mark.parametrize(("format", "way"), [("e4m3/row/fp32", "dynamic"), ("wire:e4m3/128/pow2", "steps")])
 def test_layer_is_near_the_one_without_a_format(format: str, way: str) -> None:
-    """But not the same: rows have been rounded."""
+    """A layer with a format is near the one without, and not the same: rows have been rounded."""
     for errors in run_ranks(2, layers, format, way, cases.fresh_seed()):
         for name, error in errors.items():
             assert 0.005 < error < (0.2 if name == "router" else 0.08), errors

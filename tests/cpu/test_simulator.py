@@ -63,7 +63,7 @@ def test_every_rule_is_needed(name: str) -> None:
     ],
 )  # fmt: skip
 def test_a_network_in_order_would_not_do(name: str) -> None:
-    """These are found by the disorder alone: not everything that is changed makes a run fail."""
+    """A network that keeps the order does not show these mutations: not everything that is changed makes a run fail."""
     seed, ((kind, rank), fault) = fresh_seed(), MUTATIONS[name]
     patient = type("Patient", (kind,), {"kind_of_temper": network.Patience})
     assert cases.search(range(seed, seed + 30), fault, (patient, rank)) is None
@@ -90,7 +90,7 @@ def test_no_wait_is_forgotten() -> None:
 
 
 def test_the_same_seed_is_the_same_run() -> None:
-    """Else what was found could not be looked at."""
+    """The same seed repeats the same run, so that a failure can be examined."""
     mutant, fault = MUTATIONS["hello without banks"]
     seed = fresh_seed()
     bad = cases.search(range(seed, seed + UNTIL_FOUND), fault, mutant)
@@ -106,8 +106,8 @@ def test_the_same_seed_is_the_same_run() -> None:
 
 @pytest.mark.parametrize("name", ["random_with_none", "top_8_wide", "over_capacity", "no_tokens_on_last_rank"])
 def test_reference_is_the_libraries(name: str) -> None:
-    """Against plain loops in numbers, which tests of the reference backend use too. Domains of one rank each, and one
-    of all, have the same sums."""
+    """The simulator's reference equals plain loops in numbers, which tests of the reference backend use too. Domains of
+    one rank each, and one of all, have the same sums."""
     case = loops.route_cases(4, fresh_seed())[name]
     plans, held = loops.expected_plan(_unaligned(case)), case.experts_per_rank[0]
     ids = tuple(tuple(map(tuple, idx.tolist())) for idx in case.topk_idx)

@@ -317,7 +317,7 @@ def _shrunk_over_nvshmem() -> str:
 
 
 def test_nvshmem_cannot_go_on_with_fewer_ranks() -> None:
-    """Which is said before anything is given up."""
+    """Shrinking over NVSHMEM is rejected before anything is given up."""
     first, second, third, last = run_ranks(4, _shrunk_over_nvshmem)
     assert first == third and second == last == ""
     assert (

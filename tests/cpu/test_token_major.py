@@ -239,7 +239,8 @@ def _same_codes(here: oracle.Copies, given: Any, x: Tensor, scales: Tensor) -> N
     ("name", "layout"), [("e4m3/128/pow2", "columns"), ("e4m3/32/mx", ""), ("wire:e4m3/32/mx", "")]
 )
 def test_opcheck_of_formats(operator: str, name: str, layout: str) -> None:
-    """Without a format: tests/cpu/test_operators_registration.py."""
+    """torch's opcheck accepts token-major operators with a format; tests/cpu/test_operators_registration.py has those
+    without."""
     op = next(each for each in OPERATORS if each.name == operator)
     with ep_ops.Communicator(
         num_experts=4, hidden_size=128, top_k=2, max_tokens_per_rank=9, device="cpu", strict=False

@@ -217,7 +217,7 @@ COMPILED = ["whole redispatch", "whole dynamic", "turns late redispatch"]
     pytest.param("inductor", torch.bfloat16, 2e-2, ["whole late redispatch"], marks=pytest.mark.drawn),
 ])  # fmt: skip
 def test_layers_beside_grouped_rows(backend: str | None, dtype: torch.dtype, most: float, ways: list[str]) -> None:
-    """Eager the same bits forward; gradients up to rounding; in one graph, forward and backward."""
+    """Results have the same bits in eager mode, and gradients up to rounding; both compile to one graph."""
     for found in run_ranks(2, _beside_grouped, dtype, backend, ways):
         for name, way, same, far in found:
             assert same or backend is not None, (name, way)
@@ -346,7 +346,7 @@ def _different(options: list[dict[str, Any]]) -> list[str]:
 
 @pytest.mark.parametrize("second", [{}, {"rows": "token_major"}])
 def test_ranks_that_differ(second: dict[str, Any]) -> None:
-    """In rows, or in whether backward dispatches again: an error on every rank."""
+    """Ranks that differ in rows, or in whether backward dispatches again, get an error on every rank."""
     first = {"rows": "token_major", "redispatch": bool(second)}
     for texts in run_ranks(2, _different, [first, second]):
         assert texts and ("ranks disagree on layout" if not second else "dispatch") in texts[0], texts

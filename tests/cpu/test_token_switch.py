@@ -217,7 +217,7 @@ def test_contract_and_gradients() -> None:
 
 
 def test_signatures() -> None:
-    """Where PyTorch has the class, of its own methods."""
+    """Methods have the signatures of PyTorch's class, where PyTorch has it."""
     with installed() as module:
         kind, base = module.EpOpsTokenSwitch, module.EpOpsTokenSwitch.__mro__[1]
         for name in ("create_routing", "dispatch", "combine", "_dispatch", "_combine", "_alloc_dispatch_outputs"):

@@ -396,7 +396,7 @@ def on_the_stand_in(fields: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("fields", [{}, DROPS, dict(pad_multiple=16), DROPS | dict(pad_multiple=16)])
 def test_dispatcher_on_the_stand_in(fields: dict[str, Any]) -> None:
-    """It runs where torchtitan is not installed: rows, counts, drops, results."""
+    """The dispatcher returns rows, counts, drops and results where torchtitan is not installed."""
     align, most = fields.get("pad_multiple", 1), 2 * TOKENS * TOP_K
     drops = "non_blocking_capacity_factor" in fields
     for seen in run_ranks(2, on_the_stand_in, fields):

@@ -193,7 +193,7 @@ def groups_after_destroy() -> list[bool]:
 
 
 def test_no_process_group_outlives_destroy() -> None:
-    """Its threads would."""
+    """No process group outlives destroy; its threads would go on."""
     assert run_ranks(2, groups_after_destroy) == [[False, False]] * 2
 
 

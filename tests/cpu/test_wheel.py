@@ -65,7 +65,8 @@ def test_what_is_installed(installed: Path) -> None:
 
 
 def test_it_is_what_runs(installed: Path, foreign: Path) -> None:
-    """Before the checkout, of which there may be an editable installation; `import ep_ops` loads no benchmark."""
+    """The wheel is imported, and not the checkout, of which there may be an editable installation; `import ep_ops`
+    loads no benchmark."""
     script = (
         "import importlib.util, sys, ep_ops, meta_kernels\n"
         "assert not [name for name in sys.modules if name.startswith('ep_ops.bench')]\n"
@@ -77,14 +78,14 @@ def test_it_is_what_runs(installed: Path, foreign: Path) -> None:
 
 
 def test_doctor(installed: Path, foreign: Path) -> None:
-    """By the script that pip has made."""
+    """The script that pip has made runs the doctor."""
     said = run(installed / "bin" / "ep-ops", "doctor", cwd=foreign, path=installed)
     assert f"({installed / 'ep_ops'})" in said and "could not tell" not in said
 
 
 @pytest.mark.drawn  # test_bench starts a process in the same way
 def test_demo(installed: Path, foreign: Path) -> None:
-    """In a process that the command starts."""
+    """The demo runs in a process that the command starts."""
     said = run(
         sys.executable, "-m", "ep_ops", "demo", *SMALL, "--backend", "reference", "--eager",
         "--steps", "2", "--hidden-size", "32", "--sequences", "2", cwd=foreign, path=installed,

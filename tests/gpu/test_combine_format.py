@@ -99,7 +99,7 @@ def test_captured(format, bound, seed, together):
 
 @pytest.mark.parametrize("format", COMBINE_FORMATS)
 def test_gradients(format, seed, together):
-    """Those of a combine without a format, to the bit."""
+    """Gradients are to the bit those of a combine without a format."""
     _, world_size = ranks()
     with make_comm("cute", "gradients of sums", **config(world_size)) as comm:
         x, idx, weights = drawn(seed, comm, TOKENS)

@@ -53,7 +53,8 @@ def matrices(count: int, draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor]
 
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
 def test_what_arrives_is_taken_as_it_is(layout, seed, together, deep_gemm):
-    """To bfloat16's rounding the products of what codes and scales stand for."""
+    """DeepGEMM takes rows as they arrive, and returns the products of what codes and scales stand for, to bfloat16's
+    rounding."""
     _, world_size = ranks()
     slots = 0 if layout == "contiguous" else 128 * world_size
     with make_comm("cute", "deep", **config(world_size)) as comm:

@@ -78,7 +78,7 @@ def test_absent_rank(together):
 
 @pytest.mark.parametrize("few", [0, None])
 def test_a_server_that_replays_is_called_back(few, together):
-    """Whoever waits learns of a failure without calling anything; whoever is waited for, when it asks."""
+    """A rank that waits learns of a failure without calling anything; one that is waited for, when it asks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         pytest.skip("needs several ranks")
     comm = ep_ops.Communicator(timeout=2.0 * TURNS, **{**CONFIG, "latency_max_tokens": few})

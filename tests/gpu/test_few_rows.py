@@ -93,7 +93,8 @@ def turned(weights: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("dtype", "hidden", "width", "tokens"), VALUES)
 def test_values(dtype, hidden, width, tokens, layout, seed):
-    """Beside the definition on the CPU. Rows that nobody may read hold NaN, and weights of experts without rows."""
+    """Values equal the definition on the CPU. Rows that nobody may read hold NaN, and weights of experts without
+    rows."""
     draw = random.Random(seed)
     of, route = case(draw, tokens, **LAYOUTS[layout])
     x = of.poisoned(hidden, dtype, draw, 1.0).cuda()

@@ -76,7 +76,7 @@ def busy() -> Callable[[], None]:
 
 @pytest.mark.parametrize("bounds", BOUNDS, ids=str)
 def test_two_in_flight(bounds, seed, together):
-    """Eager, one rank late here and there; then replayed."""
+    """Two operations in flight return the right results: eager, with one rank late here and there, then replayed."""
     rank, _ = ranks()
     delay, work = one_is_late(seed), busy()
     with both("flights", HIDDEN) as (fast, slow), torch.no_grad():
@@ -184,7 +184,7 @@ def test_memory_is_not_used_again_too_early(bound, seed, together):
 
 
 def test_a_wait_on_another_stream(seed, together):
-    """And memory that is freed there."""
+    """A wait on another stream returns the right rows, and memory that is freed there is not used too early."""
     rank, _ = ranks()
     other = torch.cuda.Stream()
     with both("streams", HIDDEN) as (fast, slow), torch.no_grad():

@@ -268,7 +268,8 @@ def split(comm: ep_ops.Communicator, between=lambda: None, **sizes: Any):
 
 @pytest.mark.parametrize("bound", [1, 16, 128, 400])
 def test_split_operations_are_the_whole(bound, seed, together):
-    """Eager, with work and delays in between, and replayed; above the kernels' bound too."""
+    """Split operations return what whole ones do: eager, with work and delays in between, and replayed; above the
+    kernels' bound too."""
     rank, _ = ranks()
     with both("split", 1024) as (fast, slow):
         torch.manual_seed(seed + rank)
@@ -366,7 +367,7 @@ def test_two_communicators_at_once(seed, together):
 @few_processes
 @pytest.mark.parametrize("slots", [0, 32], ids=["grouped", "padded"])
 def test_compiled(slots, seed, together):
-    """Whole and split, compiled into graphs, on every step's fresh data."""
+    """Whole and split operations in compiled graphs return the right results on every step's fresh data."""
     rank, _ = ranks()
     with both("compiled", 1024) as (fast, slow), torch.no_grad():
         torch.manual_seed(seed + rank)

@@ -78,7 +78,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("hidden", SIZES)
 @pytest.mark.parametrize("dtype", NAMES)
 def test_values_and_gradients(dtype, hidden, layout, seed):
-    """Beside the definition on the CPU; operands that nobody may read hold NaN."""
+    """Values and gradients equal the definition on the CPU; operands that nobody may read hold NaN."""
     draw = random.Random(seed)
     of, route = drawn(draw, **LAYOUTS[layout])
     x, grad = of.poisoned(2 * hidden, dtype, draw), of.poisoned(hidden, dtype, draw)
@@ -145,7 +145,7 @@ def test_quantized(dtype, name, layout, slots, seed):
 
 
 def test_gradient_of_quantized(seed):
-    """Straight through: that of the result without a format."""
+    """The gradient of quantized rows is that of the result without a format."""
     draw = random.Random(seed)
     of, route = drawn(draw)
     x = of.poisoned(2 * WIDE, torch.bfloat16, draw).cuda().requires_grad_()
@@ -227,7 +227,7 @@ def test_captured(seed):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(dynamic, seed):
-    """In one graph, between what Inductor makes kernels of; the same numbers and gradients."""
+    """In one graph, between kernels that Inductor makes, numbers and gradients are the same."""
 
     def step(x: Tensor, route: Route) -> tuple[Tensor, Tensor, Tensor]:
         y = swiglu_rows(x * 2, route)

@@ -96,7 +96,8 @@ def physical(ids: Tensor, placement: tuple[int, ...], rank: int) -> Tensor:
 
 @pytest.mark.parametrize(("mode", "layout"), WAYS)
 def test_beside_the_reference(mode: str, layout: str, seed: int, monkeypatch: Any) -> None:
-    """Whole and asynchronous, with and without a format, and along a handle; another placement in every turn."""
+    """Results equal the reference's: whole and asynchronous, with and without a format, and along a handle, with
+    another placement in every turn."""
     monkeypatch.setenv("EP_OPS_CHECK", "1")
     rank, world_size = ranks()
     with torch.no_grad(), made(world_size, mode, layout, quant=QUANT, overlap=True, statistics=True) as moe:

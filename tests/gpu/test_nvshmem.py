@@ -225,7 +225,7 @@ def test_batches(kind, device, seed, together):
 
 @pytest.mark.parametrize("kind", ("nvlink", "nvshmem"))
 def test_captured(kind, device, seed, together):
-    """In a CUDA graph, replayed with other rows than were captured."""
+    """A CUDA graph returns the right rows when it is replayed with other rows than were captured."""
     wired = Batched(kind, device)
     sent = [Sent.drawn(wired.world_size, seed + number) for number in range(4)]
     x, counts = wired.given(sent[0])

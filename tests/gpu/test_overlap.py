@@ -279,7 +279,7 @@ def test_products_run_beside_many_tokens(how, comms, seed, together):
 
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_products_run_beside_gradients(how, comms, seed, together):
-    """In backward the product's gradient stands between the halves of the combine's and the dispatch's."""
+    """In backward the product's gradient runs between the halves of the combine's and the dispatch's."""
     rank, world_size = ranks()
     fast, _ = comms
     torch.manual_seed(seed + rank)

@@ -121,7 +121,8 @@ def test_blocks_that_stay(kind, taken, comms, together) -> None:
 @pytest.mark.parametrize("first", ["many", "few"])
 @pytest.mark.parametrize("second", ["many", "few"])
 def test_two_communicators_in_opposite_order(first, second, comms, together) -> None:
-    """On two streams of each rank: what one rank launches first is last at the next one."""
+    """Operations of two communicators on two streams of each rank end, although what one rank launches first is last at
+    the next one."""
     both = [Steps(comms[first][0], 1), Steps(comms[second][1], 2)]
     order = both if ranks()[0] % 2 == 0 else both[::-1]
     torch.cuda.synchronize()

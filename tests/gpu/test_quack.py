@@ -36,8 +36,8 @@ def far(one: Tensor, other: Tensor) -> float:
 
 @pytest.mark.parametrize("alignment", [1, 16])
 def test_products(alignment, seed, together):
-    """Beside a loop over (row, k) in fp32: of an expert that nobody names, of rows of none, and of rows with NaN behind
-    all lists."""
+    """Products equal a loop over (row, k) in fp32: of an expert that nobody names, of rows of none, and of rows with
+    NaN behind all lists."""
     rows, experts = 300, 6
     local_idx = (drawn(seed, rows, 8).argsort(1)[:, :TOP_K] - 1).int()  # -1 .. 6
     local_idx[(local_idx == 2) | (local_idx >= experts)] = -1

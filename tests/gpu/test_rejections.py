@@ -67,7 +67,7 @@ def raised(call: Callable[[], Any], comm: ep_ops.Communicator) -> tuple[BaseExce
 
 
 def test_max_tokens_beyond_the_most(together):
-    """It takes as many operations as the others' call does."""
+    """A rejected call with a wrong max_tokens takes as many operations as the others' call does."""
     with make("beyond", latency_max_tokens=0) as comm:
         x, idx = tokens()
         wrong = comm.rank == 0
@@ -149,8 +149,8 @@ def test_half_an_operation(monkeypatch, together):
 
 
 def test_a_host_that_runs_ahead(together):
-    """It hears of a rejection some calls later. That call counts as well: whoever skips a call, and no more, has the
-    rows of the same step as all others."""
+    """A host that runs ahead learns of a rejection some calls later. That call counts as well: whoever skips a call,
+    and no more, has the rows of the same step as all others."""
     with make("ahead", latency_max_tokens=0) as comm:
         kept: list[tuple[int, Any]] = []
         skipped: list[int] = []
@@ -201,7 +201,7 @@ def test_a_start_in_a_capture_that_fails(together):
 
 
 def test_a_start_outside_of_a_capture(together):
-    """It is received by its own wait, not in the capture of another start."""
+    """A start outside of a capture is received by its own wait, not in the capture of another start."""
     with make("outside") as comm:
         x, idx = tokens()
         started = comm.dispatch_start(x, idx, max_tokens=TOKENS, flight=0)
@@ -265,7 +265,8 @@ def test_no_memory_when_a_communicator_is_made(monkeypatch, together):
 
 @own_gpu
 def test_communicators_in_different_orders(together):
-    """On one stream of each rank they wait for each other until the deadline; the text names both."""
+    """Communicators in different orders on one stream of each rank wait for each other until the deadline; the text
+    names both."""
     pair = [make(name, timeout=3.0, latency_max_tokens=0) for name in ("order a", "order b")]
     x, idx = tokens()
     dist.barrier()

@@ -74,7 +74,7 @@ def check_size(config, tokens, bound, seed, together):
 
 
 def test_budgets(seed, together):
-    """Whatever multiprocessors the kernels get, another number on each rank, the bits are the same."""
+    """The bits are the same whatever multiprocessors the kernels get, another number on each rank."""
     rank, world_size = ranks()
     case = cases.route_cases(world_size, seed)["random"]
     config = case_config(case, torch.bfloat16)

@@ -88,7 +88,7 @@ def test_without_a_gpu_the_arch_is_to_be_said(capsys: pytest.CaptureFixture) -> 
 def test_a_folder_that_cannot_be_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """It was said that the kernels are there."""
+    """A folder that cannot be used is an error, and the command does not say that kernels are there."""
     monkeypatch.setattr(ahead, "compile_all", lambda wanted, arch: pytest.fail("compiled for nobody"))
     (tmp_path / "file").touch()
     (tmp_path / "shared").mkdir()

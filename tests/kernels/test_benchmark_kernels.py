@@ -171,7 +171,7 @@ def test_tiny_run_on_two_cpu_processes(tmp_path: Path) -> None:
 @pytest.mark.drawn
 @pytest.mark.parametrize("op", [*OPERATORS, "pair_forward", "pair_forward_backward"])
 def test_what_a_replay_leaves_is_compared_with_an_eager_call(op: str) -> None:
-    """In it: everything that is defined, nothing that was given."""
+    """All defined results of a replay are compared with an eager call's, and none of the inputs."""
     hidden = 128 if op in FORMATS or op in SUMS else 16
     workload = Workload(tokens=24, hidden=hidden, experts=8, top_k=2, dtype="fp32")
     shape = dict(

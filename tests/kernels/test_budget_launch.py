@@ -74,7 +74,7 @@ def test_a_budget_that_was_set_is_taken(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_concurrent_combines_take_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of split operations leave the rest to computation: 30 SMs with a row for each copy, of which 9 push."""
+    """Combines of split operations leave the rest to computation: 30 SMs with a row for each copy, of which 9 push."""
     budget, copies = default_budget(TRAFFIC, SMS, 100, None, None), TRAFFIC.copies
     aside = OperationSms(PROBLEM, budget, TRAFFIC, SMS, aside=True)
     load = TRAFFIC.expected(TOKENS, SEND)
@@ -98,8 +98,8 @@ def test_rows_in_a_format_are_fetched_by_more_blocks(fast: bool) -> None:
 
 
 def test_ranks_with_more_rows_push_with_more_blocks() -> None:
-    """With all that need not sum; across domains, with a small budget, and where owners add rows and memory is slow,
-    with no more than others."""
+    """Ranks with more rows push with all blocks that need not sum; across domains, with a small budget, and where
+    owners add rows and memory is slow, with no more than others."""
     problem = dataclasses.replace(PROBLEM, world_size=4, experts_per_rank=(64,) * 4)
     traffic = TokenTraffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes, 4)
 

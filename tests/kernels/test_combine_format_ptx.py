@@ -43,7 +43,7 @@ def route_of(max_tokens: int) -> Route:
 
 
 def test_throughput_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without weights and a residual, kernels are those that `warmup` compiles. Marks carry the format."""
+    """Kernels with and without weights and a residual are those that `warmup` compiles. Marks carry the format."""
     path, recorder = throughput(Budget(20, 30), monkeypatch)
     y, x = torch.zeros(48, 64, dtype=torch.bfloat16), torch.zeros(7, 64, dtype=torch.bfloat16)
     for weights in (None, torch.zeros(48)):
@@ -61,7 +61,8 @@ def test_throughput_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("two_domains", [False, True])
 def test_latency_launches(two_domains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole and split combines. A sum has fewer packets than a row, so half of the blocks send for more tokens."""
+    """Whole and split combines launch kernels that are compiled. A sum has fewer packets than a row, so half of the
+    blocks send for more tokens."""
     allocate_on_cpu(monkeypatch)
     problem = PAIRS if two_domains else Problem(4, (8,) * 4, 4, 7168, "bf16", 512)
     recorder: Any = Recorder(problem, SMS)

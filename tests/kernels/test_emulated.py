@@ -50,7 +50,7 @@ def test_mutations_still_apply(name: str) -> None:
 
 @pytest.mark.parametrize("name", some())
 def test_check(name: str, tmp_path: Path) -> None:
-    """In a process of its own, since fakes stand there in the places of the DSL's modules."""
+    """A check passes, in a process of its own, since fakes stand there in the places of the DSL's modules."""
     seed, said = fresh_seed(), tmp_path / "said"
     said.touch()
     process = forks().Process(target=_check, args=(name, seed, said), daemon=True)

@@ -110,7 +110,7 @@ def test_every_tile_fits() -> None:
 
 
 def test_rows_of_a_tile() -> None:
-    """They hold what experts can have, or probably have."""
+    """Tiles hold the rows that experts can have, or probably have."""
     assert [rows_of(most, mean) for most, mean in ((1, 1.0), (8, 0.5), (64, 2.0), (512, 16.0), (512, 64.0))] == [
         8, 8, 16, 32, 96,
     ]  # fmt: skip

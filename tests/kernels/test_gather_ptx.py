@@ -34,7 +34,8 @@ def test_gather(problem, arch):
 
 
 def test_shared_memory():
-    """Whatever the size of a row: stages with barrier, mark and place, the order of rows, and a word."""
+    """Shared memory holds stages with barrier, mark and place, the order of rows, and a word, whatever the size of a
+    row."""
     for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
         for row_bytes in range(16, 70_000, 16 * 3):
             kernel = Gather(Problem(4, (1,) * 4, 4, row_bytes // itemsize, dtype, 16))

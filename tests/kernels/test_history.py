@@ -95,7 +95,8 @@ def begun(*numbers: int) -> bytes:
 
 
 def test_ranks_that_have_not_begun_are_named() -> None:
-    """Those of the last two operations, whose marks lie in one bank each; of older ones nothing is known."""
+    """Ranks that have not begun the last two operations are named, whose marks lie in one bank each; of older ones
+    nothing is known."""
     memory = noted(*((number, "dispatch", number * 10**9, 0, 0) for number in (4, 5, 6)))
     found = history.operations(memory, b"", (begun(6, 4, 6, 0), begun(5, 7, 3, 5)))
     assert [(one.number, one.unseen) for one in found] == [(6, (1, 3)), (5, (2,)), (4, ())]
@@ -171,7 +172,8 @@ def test_a_rank_that_waits_in_another_communicator(monkeypatch: pytest.MonkeyPat
 def test_whoever_runs_nothing_hears_of_a_failure(
     across: bool, failed: int, alarm: int, tells: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the alarm alone where it came over a wire, on which two words may come in any order."""
+    """A rank that runs nothing learns of a failure, by the alarm alone where it came over a wire, on which two words
+    may come in any order."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     told: list[tuple[int, int]] = []
     made: Any = object.__new__(Failures)

@@ -164,8 +164,8 @@ def test_before_the_first_launch(error: BaseException, backend: Any, device: Dev
 def test_half_an_operation(
     error: BaseException, flight: int | None, backend: Any, device: Device, failures: Failures
 ) -> None:
-    """Its number is used by what runs, and the rest will not come: the communicator fails, and everybody is told, by
-    what is launched behind that part."""
+    """If half of an operation runs, its number is used and the rest will not come: the communicator fails, and a launch
+    behind that part informs everybody."""
     path = backend.throughput if flight is None else backend._beside
     failing(path, "Pull", error, launches=True)
     start = () if flight is None else (flight,)
@@ -305,7 +305,8 @@ def test_a_call_that_tells_of_an_earlier_one_runs(backend: Any, device: Device, 
 
 
 def test_a_bound_call_tells_of_an_earlier_one(backend: Any, device: Device, failures: Failures) -> None:
-    """Before it launches, as any other call; its stage is then that of checks."""
+    """A bound call reports an earlier rejection before it launches, as any other call; its stage is then that of
+    checks."""
     run = backend.bound(backend.dispatch_args(X, None, IDX, FEW, PLAIN))
     run()
     assert (backend._state.stage, backend._state.launched) == (Stage.BEGUN, 1)
@@ -320,7 +321,7 @@ def test_a_bound_call_tells_of_an_earlier_one(backend: Any, device: Device, fail
 
 
 def test_a_bound_call_that_cannot_launch(backend: Any, device: Device, failures: Failures) -> None:
-    """Whether its kernel runs is unknown: the communicator fails."""
+    """If a bound call cannot launch, it is unknown whether its kernel runs, so the communicator fails."""
     get = backend.latency._kernel
     backend.latency._kernel = lambda *variant: lambda terms, **numbers: raises(OOM)
     run = backend.bound(backend.combine_args(X, None, route_of((IDX,) * 4, 8)))

@@ -85,7 +85,8 @@ def fill(folder: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[Any]) -> 
 
 
 def test_compiled_once(folder: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[Any]) -> None:
-    """From memory the second time, from disk in a new process, and never during a capture."""
+    """A kernel comes from memory the second time, from disk in a new process, and is never compiled during a
+    capture."""
     with pytest.raises(jit.CompileDuringCapture, match="warmup"):
         jit.get(SMALL, ARCH, lambda: True)
     first = get()
@@ -108,7 +109,7 @@ def test_without_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compi
 
 
 def test_versions() -> None:
-    """Against what the packages say of themselves."""
+    """Versions equal what the packages say of themselves."""
     versions = jit.versions()
     assert versions["python"] == ".".join(map(str, sys.version_info[:2])) and versions["machine"] == os.uname().machine
     assert versions["cutlass"] == importlib.metadata.version("nvidia-cutlass-dsl") == cutlass.__version__
@@ -324,7 +325,8 @@ def test_threads_that_want_one_kernel_share_a_compilation(compiled: list[Any]) -
 def test_nobody_waits_for_the_compilation_of_another_kernel(
     folder: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[Any]
 ) -> None:
-    """Neither a hit in memory nor a load from disk; another compilation does."""
+    """A hit in memory and a load from disk do not wait for the compilation of another kernel; another compilation
+    does."""
     fill(folder, monkeypatch, compiled)
     begun, go_on = threading.Event(), threading.Event()
     compile_kernel = jit.compile_kernel
@@ -439,7 +441,7 @@ def test_a_stopped_process_holds_nobody_up_for_ever(
 
 
 def test_the_lock_is_released(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the compilation succeeds or not."""
+    """The lock is released whether the compilation succeeds or not."""
 
     def broken(*_: Any) -> None:
         raise ValueError("broken")

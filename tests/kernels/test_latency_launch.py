@@ -122,7 +122,7 @@ def test_token_major_launches(name: str, weighted: bool, monkeypatch) -> None:
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["", "weighted"])
 @pytest.mark.parametrize("name", ["", "wire:e4m3/32/mx"])
 def test_bound_calls(name: str, weights: torch.Tensor | None, backend: Any, monkeypatch) -> None:
-    """They launch what the operators launch, with every tensor in its place."""
+    """Bound calls launch what the operators launch, with every tensor in its place."""
     launched = backend._launcher.launched
     sizes, how = FEW._replace(alignment=1), Delivery(None, name, "", False)
     dispatch = backend.bound(backend.dispatch_args(X, weights, IDX, sizes, how))

@@ -30,7 +30,8 @@ KERNELS = {type(kernel): kernel for kernel in [*kernels_of(PROBLEM), *latency.ke
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda k: f"{type(k).__module__}.{type(k).__name__}")
 def test_signature_follows_from_the_arguments(kernel: Any) -> None:
-    """In the order of the fields, each with the type of its annotation; the host names the same ones in that order."""
+    """A signature has the fields in their order, each with the type of its annotation; the host names the same ones in
+    that order."""
     fields = kernel.Args.__annotations__
     assert list(fields) == list(kernel.Args._fields) and fields["ranks"] is RankArgs and fields["blocks"] is Int32
     *given, _ = kernel.signature()

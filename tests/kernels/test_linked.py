@@ -29,7 +29,8 @@ def problem(library: str) -> Problem:
 
 @needs_library
 def test_kept_and_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Up to the CUDA library, which takes a driver: the machine code is in the file."""
+    """Linked kernels are kept and loaded up to the CUDA library, which needs a driver: the machine code is in the
+    file."""
     monkeypatch.setenv("EP_OPS_CACHE_DIR", str(tmp_path))
     kernel = RaiseAlarm(problem(str(LIBRARY)))
     jit.prepare(kernel, ARCH)

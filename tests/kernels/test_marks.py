@@ -163,7 +163,7 @@ def test_timeout():
 
 
 def test_told():
-    """By another rank, which has left what it waited for."""
+    """The host reads from an alarm what the rank that raised it has waited for."""
     parts = marks.Alarm(sync.TIMEOUT, sync.FLAGS.index("token"), MOST_RANKS_ACROSS - 1, 3, 2**25 - 1)
     word = shift = 0
     for part, bits in zip(parts, marks.ALARM_BITS, strict=True):
@@ -180,7 +180,7 @@ def test_told():
 
 
 def test_told_of_a_rank_that_has_launched_a_part():
-    """It has left the reason in the bank of that operation."""
+    """A rank that has launched a part has left the reason in the bank of that operation."""
     made = object.__new__(Report)
     word = sync.HALF | 3 << 7 | 3 << 7 + marks.RANK_BITS | 9 << 7 + 2 * marks.RANK_BITS
     made._timeout, made._heard = 2.0, lambda epoch: (word, ())
@@ -208,7 +208,7 @@ def test_told_before_anything_was_begun():
 
 
 def test_told_of_ranks_that_disagree():
-    """Their marks say on what."""
+    """The marks of ranks that disagree say on what."""
     made = object.__new__(Report)
     begun = [mark(7, "dispatch", 64), mark(7, "dispatch", 32) | -(1 << 63), mark(7, "dispatch", 64)]
     alike = [mark(6, "combine", 64)] * 3
@@ -263,7 +263,8 @@ def test_watch(caplog):
 
 
 def test_rejection():
-    """Whoever sees it first or last in an operation, the host is told once, and of the next one again."""
+    """The host is informed of a rejection once, whether it is seen first or last in an operation, and of the next one
+    again."""
     made = object.__new__(Report)
     made.reported = 0
     for epoch in (7, 8):

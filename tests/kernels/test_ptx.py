@@ -168,7 +168,8 @@ def test_pushes(route: bool, arch: str) -> None:
 )
 @pytest.mark.parametrize("hidden_size", [8, 7168, 2**18])
 def test_tables_and_staging_share_a_block(world_size: int, even: int, uneven: int, hidden_size: int) -> None:
-    """Up to as many experts as are taken if they are spread evenly, or if one rank holds all of them."""
+    """Tables and staging share a block for up to as many experts as are allowed if they are spread evenly, or if one
+    rank holds all of them."""
 
     def problem(experts: tuple[int, ...]) -> Problem:
         return Problem(world_size, experts, 1, hidden_size, "bf16", 8)

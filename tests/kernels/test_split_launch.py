@@ -93,7 +93,7 @@ def test_rounds(weighted: bool, backend: Any, device: Device) -> None:
 
 
 def test_two_under_way(backend: Any, device: Device) -> None:
-    """In the order of their starts on the side stream, each with an event, awaited in any order."""
+    """Two operations run in the order of their starts on the side stream, each with an event, awaited in any order."""
     for flight in (0, 1):
         backend.start(flight, "dispatch", X, None, IDX, MANY, PLAIN)
         assert on_the_side(device.take(), 2 + flight, "Publish", "Pull")
@@ -131,7 +131,8 @@ def test_few_tokens(backend: Any, device: Device) -> None:
 
 
 def test_few_tokens_and_another_start(backend: Any, device: Device) -> None:
-    """It receives first, beside the caller's stream: between sending and receiving nothing may come."""
+    """Few tokens are received before another start, beside the caller's stream: between sending and receiving nothing
+    may come."""
     backend.start(0, "dispatch", X, None, IDX, FEW, PLAIN)
     device.take()
     backend.start(1, "dispatch", X, None, IDX, MANY, PLAIN)

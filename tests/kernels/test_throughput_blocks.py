@@ -104,7 +104,8 @@ def test_blocks_that_push(aside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_blocks_across_domains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside tiles and what pulls: one block each that relays, announces, sends and stages, however few there are."""
+    """Besides tiles and pulls there is one block each that relays, announces, sends and stages, however few there
+    are."""
     problem = across(Nvlink())
     x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
     least = sm_model.needed(problem)
@@ -120,8 +121,8 @@ def test_blocks_across_domains(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("problem", [PROBLEM, across(Nvlink())], ids=["one domain", "two"])
 def test_the_fewest_multiprocessors(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They hold the smallest publish kernel, a block that pulls and the margin, and nothing else; the largest budget of
-    pulls leaves room for all blocks that stage rows."""
+    """The fewest multiprocessors hold the smallest publish kernel, a block that pulls and the margin, and nothing else;
+    the largest budget of pulls leaves room for all blocks that stage rows."""
     x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
 
     def publish(pulling: int, blocks: int) -> int:

@@ -115,7 +115,8 @@ def test_dynamic_token_major(weighted: bool, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_dynamic_dispatch_that_is_rejected(
     epoch: int | None, goes_on: bool, token_major: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends with its plan, which has ended on all ranks; what another operation was rejected for is told later."""
+    """A rejected dynamic dispatch ends with its plan, which has ended on all ranks; the reason of another operation is
+    reported later."""
     path, recorder = throughput(Budget(20, 30), monkeypatch)
     x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
     made: Any = On(object.__new__(CuteBackend))
@@ -159,7 +160,7 @@ def test_a_dynamic_dispatch_that_is_rejected(
 
 
 def test_operators_across_domains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They launch what is compiled ahead; rows are copied where nobody can fetch them."""
+    """Operators across domains launch kernels that are compiled ahead; rows are copied where nobody can fetch them."""
     problem = across(Nvlink())
     made: Any = On(object.__new__(CuteBackend))
     made.throughput, recorder = throughput(Budget(20, 30, beyond=66), monkeypatch, problem)

@@ -71,8 +71,8 @@ def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("ranks", [3, 1])
 @pytest.mark.parametrize("name", ["", "e4m3/128/pow2", "wire:e4m3/32/mx"])
 def test_rounds_of_all_kinds(name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In whatever format, grouped by expert or token-major, with weights or without: kernels that are compiled before,
-    each told of its round's tokens, of theirs alone, and of outputs that are those of all rounds."""
+    """Rounds of every format, grouped by expert or token-major, with weights or without, launch kernels that are
+    compiled before, each with its round's tokens, and with outputs that are those of all rounds."""
     experts = (3, 0, 5) if ranks == 3 else (8,)
     path, recorder = in_rounds(Problem(ranks, experts, 4, 128, "bf16", 512), monkeypatch)
     x, idx = torch.zeros(70, 128, dtype=torch.bfloat16), torch.zeros(70, 4, dtype=torch.int32)

@@ -58,7 +58,7 @@ def test_nvshmem(arch: str) -> None:
 
 @pytest.mark.parametrize(("version", "taken"), [("3.7.2", True), ("3.10.0", True), ("3.4.5", False), (None, True)])
 def test_library_is_found(version: str | None, taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the first folder that has one, of whatever version if that is not told."""
+    """The library is found in the first folder that has one, of whatever version if none is requested."""
     folder = tmp_path / "nvidia" / "nvshmem" / "lib"
     folder.mkdir(parents=True)
     library = folder / "libnvshmem_device_sm_90.bc"
