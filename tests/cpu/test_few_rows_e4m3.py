@@ -47,7 +47,7 @@ def test_values(layout: str, powers: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rows_that_are_not_quantized(dtype: torch.dtype) -> None:
-    """They are quantized as a dispatch quantizes them."""
+    """Rows that are not quantized yet are quantized as a dispatch quantizes them."""
     seed = fresh_seed()
     draw = random.Random(seed)
     of, route = case(draw)

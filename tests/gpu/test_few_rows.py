@@ -255,7 +255,8 @@ def test_e4m3_values(hidden, width, tokens, layout, seed):
 
 
 def test_e4m3_bits(seed):
-    """They depend neither on tiles nor on other rows, and are the same when a graph is replayed with other rows."""
+    """The bits of e4m3 rows depend neither on tiles nor on other rows, and are the same when a graph is replayed with
+    other rows."""
     draw = random.Random(seed)
     hidden, width = E4M3[0]
     of, route, x, scales = codes_of(draw, 1, hidden, most=40, alignment=1)
