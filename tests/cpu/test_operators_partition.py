@@ -4,6 +4,7 @@ removes none, merges none, and recomputes only what activation checkpointing ask
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from functorch.compile import default_partition, make_boxed_func, min_cut_remate
 from ranks import run_ranks
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from ep_ops.operators.partition import mark
 
 FORWARD, BACKWARD = ["dispatch", "combine"], ["combine_backward", "dispatch_backward"]
 
@@ -57,6 +60,23 @@ def test_unused_and_identical_operators_stay(grad, partition):
         expected = [["dispatch"] * 2 + ["combine"] * 2, ["dispatch_planned"] * 2 + ["dispatch_backward"] * 2]
         ran = operators(functools.partial(identical, comm), *args, partition=partition)
         assert [sorted(part) for part in ran] == [sorted(part) for part in expected[: 1 + grad]]
+
+
+def test_backward_repeats_only_operators_that_it_needs():
+    """Where everything is repeated, an operator whose results only forward reads, through whatever is repeated as well,
+    runs in forward alone."""
+    graph = torch.fx.Graph()
+    x, tangent = graph.placeholder("x"), graph.placeholder("tangents_1")
+    read, needed = (
+        graph.call_function(op, (x,)) for op in (torch.ops.ep.dispatch.default, torch.ops.ep.combine.default)
+    )
+    shown = graph.call_function(torch.neg, (graph.call_function(operator.getitem, (read, 0)),))
+    grad = graph.call_function(torch.mul, (tangent, graph.call_function(torch.neg, (needed,))))
+    graph.output((shown, grad))
+    with torch._functorch.config.patch(activation_memory_budget=0):
+        mark(graph)
+    assert read.meta["partitioner_tag"] == "must_be_in_forward"
+    assert "partitioner_tag" not in needed.meta
 
 
 WIDE = 64
