@@ -6,7 +6,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -61,6 +61,7 @@ from .records import (
 if TYPE_CHECKING:
     from typing_extensions import Never
 
+_A = TypeVar("_A", DispatchArgs, DispatchStartArgs)
 _new = tuple.__new__  # makes records in a third of the time
 
 
@@ -176,8 +177,7 @@ class Methods:
             scales: scales of an x that is already quantized, [T, G] or [T] (docs/formats.md).
             format: format in which rows arrive, such as "e4m3/128/pow2". Empty: the dtype of x.
             scales_as: memory layout of the received scales. Empty: the first layout of the format.
-            zeros: whether padding rows hold zeros. If False, they are undefined. None: they hold zeros if gradients are
-                enabled, because the backward pass of the experts may read them.
+            zeros: whether padding rows hold zeros or are undefined. None: zeros if gradients are enabled, for backward.
 
         Returns:
             Dispatched: received rows, their weights, the route for :meth:`combine`, and counts of dropped rows.
@@ -192,17 +192,26 @@ class Methods:
             self._reject("dispatch_dynamic" if exact is True else "dispatch", unknown, 0, max_tokens)
         try:
             rows, align, slots, tokens, layout = self._sizes(layout, capacity, slots, max_tokens, alignment, exact)
-            x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
-            scales = None if scales is None else inputs.scales(scales, batch)
         except Exception as error:
             reject("dispatch_dynamic" if exact is True else "dispatch", self, error, 0, max_tokens)
-        own, how = self.plan_args, (layout, scales, format, scales_as, _clears(zeros))
-        if exact:
-            dynamic = DispatchDynamicArgs(x, topk_weights, topk_idx, align, tokens, *own, *how)  # type: ignore[arg-type]
-            out = DISPATCH_DYNAMIC.call(dynamic)
-            return self._dispatched(out, dynamic, out[0].shape[0], 0, batch)
+        own, gradients = self.plan_args, torch.is_grad_enabled()
+        how = layout, scales, format, scales_as, gradients if zeros is None else zeros
         a: DispatchArgs = _new(DispatchArgs, (x, topk_weights, topk_idx, rows, align, slots, tokens, *own, *how))
-        return self._dispatched(DISPATCH.call(a), a, rows, slots, batch)
+        if exact:
+            return self._dispatch_exactly(a, max_tokens)
+        batch, out = None, None if gradients or self.expert_ids is not None else DISPATCH.repeat(a)
+        if out is None:
+            a, batch = self._to_send("dispatch", a, max_tokens)
+            out = DISPATCH.call(a)
+        return self._dispatched(out, a, rows, slots, batch)
+
+    def _dispatch_exactly(self, a: DispatchArgs, max_tokens: int | None) -> Dispatched:
+        """Run a dispatch with exactly as many rows as arrive."""
+        sent, batch = self._to_send("dispatch_dynamic", a, max_tokens)
+        fewer = *sent[:3], sent.alignment, *sent[6:]  # without capacity and slots
+        dynamic: DispatchDynamicArgs = _new(DispatchDynamicArgs, fewer)
+        out = DISPATCH_DYNAMIC.call(dynamic)
+        return self._dispatched(out, dynamic, out[0].shape[0], 0, batch)
 
     def dispatch_planned(
         self, x: Tensor, route: Route, topk_weights: Tensor | None = None, *, scales: Tensor | None = None,
@@ -276,18 +285,26 @@ class Methods:
         """
         if self.destroyed or unknown:
             self._reject("combine", unknown, 0, getattr(route, "max_tokens", None))
-        try:
-            y, weights = self._rows(y, weights, route)
-            if residual is not None:
-                residual = inputs.residual(self, residual, route)
-        except Exception as error:
-            reject("combine", self, error, 0, getattr(route, "max_tokens", None))
-        given = (
-            y, weights, route.topk_idx, route.send_rows, route.arrivals, route.offs, route.counts, route.alignment,
-            route.max_tokens, self.name, residual, grad_format, format,
+        if not isinstance(route, Route):
+            reject("combine", self, wrong_type("route", route, Route), 0, None)
+        along = (
+            route.topk_idx, route.send_rows, route.arrivals, route.offs, route.counts, route.alignment,
+            route.max_tokens, self.name,
         )  # fmt: skip
-        a: CombineArgs = _new(CombineArgs, given)
-        return _home(COMBINE.call(a), route)
+        a: CombineArgs = _new(CombineArgs, (y, weights, *along, residual, grad_format, format))
+        out = None
+        if not torch.is_grad_enabled() and (weights is None or route.layout != TOKEN_MAJOR):
+            out = COMBINE.repeat(a)
+        if out is None:
+            try:
+                y, weights = self._rows(y, weights, route)
+                residual = None if residual is None else inputs.residual(self, residual, route)
+            except Exception as error:
+                reject("combine", self, error, 0, route.max_tokens)
+            if y is not a.y or weights is not a.recv_weights or residual is not a.residual:
+                a = _new(CombineArgs, (y, weights, *along, residual, grad_format, format))
+            out = COMBINE.call(a)
+        return _home(out, route)
 
     def combine_gathered(self, y: Tensor, route: Route, **unknown: Never) -> Tensor:
         """Combine without weights: each rank reads the rows of its tokens from symmetric memory (:meth:`empty_rows`).
@@ -348,9 +365,6 @@ class Methods:
             self._reject("dispatch_start", unknown, flight, max_tokens)
         try:
             rows, align, slots, tokens, layout = self._sizes(layout, capacity, slots, max_tokens, alignment)
-            x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
-            if scales is not None:
-                scales = inputs.scales(scales, batch)
         except Exception as error:
             reject("dispatch_start", self, error, flight, max_tokens)
         a = DispatchStartArgs(
@@ -358,6 +372,7 @@ class Methods:
             max_tokens=tokens, num_local_experts=self.num_local_experts, world_size=self.world_size, comm=self.name,
             layout=layout, scales=scales, format=format, scales_as=scales_as, zeros=_clears(zeros), flight=flight,
         )  # fmt: skip
+        a, batch = self._to_send("dispatch_start", a, max_tokens)
         return StartedDispatch(DISPATCH_START.call(a), a, batch)
 
     def dispatch_wait(self, started: StartedDispatch) -> Dispatched:
@@ -479,6 +494,18 @@ class Methods:
             layout = DISTINCT if layout == GROUPED and not slots else layout
         return capacity, align, slots, tokens, layout
 
+    def _to_send(self, operator: str, a: _A, max_tokens: int | None) -> tuple[_A, tuple[int, ...] | None]:
+        """Return the arguments with tensors as operators take them, and the ``batch`` of the route. What cannot be
+        converted is rejected on all ranks."""
+        try:
+            x, topk_idx, topk_weights, batch = inputs.to_send(self, a.x, a.topk_idx, a.topk_weights)
+            scales = None if a.scales is None else inputs.scales(a.scales, batch)
+        except Exception as error:
+            reject(operator, self, error, getattr(a, "flight", 0), max_tokens)
+        if x is a.x and topk_idx is a.topk_idx and topk_weights is a.topk_weights and scales is a.scales:
+            return a, batch
+        return a._replace(x=x, topk_weights=topk_weights, topk_idx=topk_idx, scales=scales), batch
+
     def _default_rows(self, rows: int, tokens: int) -> int:
         """Warn if the default capacity is large. (Two functions are between this one and the caller.)"""
         if rows > self.warned_rows and not torch.compiler.is_compiling():
@@ -493,7 +520,8 @@ class Methods:
 
     def _rows(self, y: Tensor, weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor | None]:
         """Return the rows of a combine and their weights as operators take them."""
-        check_types(Route, route=route)
+        if not isinstance(route, Route):
+            raise wrong_type("route", route, Route)
         if weights is not None and route.layout == TOKEN_MAJOR:
             raise ValueError(
                 "weights are given for token-major rows, which have one for each of their experts; allowed: None"

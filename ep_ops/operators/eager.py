@@ -8,9 +8,10 @@ goes directly to the implementation, or to the autograd function around it. ``to
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ _TYPES: dict[str, frozenset[type]] = {
 }
 """Types that arguments plainly have, by type in the schema. Subclasses of Tensor may mean something else."""
 
+_is_nested = operator.attrgetter("is_nested")
 _ALIGNED = 16  # bytes: rows begin at multiples of it, and arrivals at multiples of half of it
 
 
@@ -107,31 +109,47 @@ class RememberedOp(Op):
         """``interrupted`` informs the other ranks that a call without checks raises; it takes (communicator, arguments,
         error)."""
         super().__init__(name, run)
-        self.key, self.call = _remembering(self, interrupted)
+        self.key, self.repeat, self.call = _remembering(self, interrupted)
         """Functions of the record of the arguments. ``key`` returns what identifies a call of an operator with
-        ``topk_idx``: specification and sizes. ``call`` returns the results of the operator; a call like an earlier one
-        is not checked again."""
+        ``topk_idx``: specification and sizes. ``repeat`` returns the results of a call like an earlier one, which is
+        not checked again; None: there is no such call. ``call`` returns the results of any call."""
+
+
+class _Positions(NamedTuple):
+    """Indices of arguments of an operator of communicators."""
+
+    leading: int  # number of tensors that the arguments begin with
+    other: int  # the tensor behind them; 0: there is none
+    one: int  # the leading tensor that may be None
+    ids: int  # `topk_idx`
+    rows: int  # the first tensor of rows
+    lists: int  # `arrivals`
+    name: int  # `comm`
+    recognized: bool  # whether calls are remembered
+
+
+def _positions(schema: Any) -> _Positions:
+    names = [argument.name for argument in schema.arguments]
+    kinds = [str(argument.type) for argument in schema.arguments]
+    tensors = [i for i, kind in enumerate(kinds) if kind in ("Tensor", "Optional[Tensor]")]
+    leading = next(i for i in range(len(kinds)) if i not in tensors)
+    other = next((i for i in tensors if i > leading), 0)
+    optional = [i for i in tensors if i < leading and kinds[i] != "Tensor"]
+    ids = names.index("topk_idx") if "topk_idx" in names else 0
+    one = optional[0] if optional else ids
+    recognized = "topk_idx" in names and len(optional) <= 1 and optional != [0]
+    rows = int(names[0] == "ticket")
+    lists = names.index("arrivals") if "arrivals" in names else rows
+    name = names.index("comm")
+    return _Positions(leading, other, one, ids, rows, lists, name, recognized)
 
 
 def _remembering(
     op: RememberedOp, interrupted: Callable[..., None]
-) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """Return ``key`` and ``call`` of an operator. They are closures, because they are part of every step of a
-    decoder."""
-    names = [argument.name for argument in op.schema.arguments]
-    kinds = [str(argument.type) for argument in op.schema.arguments]
-    tensors = [i for i, kind in enumerate(kinds) if kind in ("Tensor", "Optional[Tensor]")]
-    leading = next(i for i in range(len(kinds)) if i not in tensors)  # tensors that the arguments begin with
-    other = next((i for i in tensors if i > leading), 0)  # the tensor behind them
-    optional = [i for i in tensors if i < leading and kinds[i] != "Tensor"]
-    ids = names.index("topk_idx") if "topk_idx" in names else 0
-    one = optional[0] if optional else ids  # the one that may be None
-    recognized = "topk_idx" in names and len(optional) <= 1 and optional != [0]
-    rows = int(names[0] == "ticket")
-    lists = names.index("arrivals") if "arrivals" in names else rows
-    shapeless = tuple(
-        i for i in tensors if i < leading and i not in (rows, ids, one)
-    )  # whose shapes `call` does not read
+) -> tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[[Any], Any]]:
+    """Return ``key``, ``repeat`` and ``call`` of an operator. They are closures, because they are part of every step of
+    a decoder."""
+    leading, other, one, ids, rows, lists, name, recognized = _positions(op.schema)
     living = registry.living
 
     def key(a: tuple[Any, ...]) -> Any:
@@ -141,38 +159,47 @@ def _remembering(
             a = (*a[:other], True, *a[other + 1 :])
         return op, a[leading:], a[one] is None, a[rows].shape[0], a[ids].shape[0]
 
+    def recognize(a: Any) -> Any:
+        try:
+            comm, absent = living[a[name]], a[one] is None
+            known = comm.calls[op, a[leading:], absent, a[rows].shape[0], a[ids].shape[0]]
+            if known is None or (accepts := known.accepts) is None:
+                return None
+            given = a[:one] + a[one + 1 : leading] if absent else a[:leading]
+            if any(map(_is_nested, given)):  # guards would end the process
+                return None
+        except Exception:  # invalid, which is detected later
+            return None
+        if not accepts(*given) or a[rows].data_ptr() % _ALIGNED or a[lists].data_ptr() % (_ALIGNED // 2):
+            return None
+        busy = comm.busy
+        if not busy.acquire(False):
+            reject_thread(comm, f"ep::{op.name}")
+        try:
+            return known.run(a)
+        except BaseException as error:
+            interrupted(comm, a, error)
+            raise
+        finally:
+            busy.release()
+
+    def repeat(a: Any) -> Any:
+        return None if _heeded() else recognize(a)
+
     def call(a: Any) -> Any:
         if _heeded():
             return op.dispatched(a)
-        known = None
-        try:
-            comm, absent = living[a.comm], a[one] is None
-            nested = not absent and a[one].is_nested  # guards would end the process (shapes of nested ones raise)
-            for i in shapeless:
-                nested = nested or a[i].is_nested
-            if not nested:
-                known = comm.calls[op, a[leading:], absent, a[rows].shape[0], a[ids].shape[0]]
-        except Exception:  # invalid, which is detected below
-            pass
-        if known is not None and (accepts := known.accepts) is not None:
-            given = a[:one] + a[one + 1 : leading] if absent else a[:leading]
-            if accepts(*given) and not (a[rows].data_ptr() % _ALIGNED or a[lists].data_ptr() % (_ALIGNED // 2)):
-                if not (busy := comm.busy).acquire(False):
-                    reject_thread(comm, f"ep::{op.name}")
-                try:
-                    return known.run(a)
-                except BaseException as error:
-                    interrupted(comm, a, error)
-                    raise
-                finally:
-                    busy.release()
+        results = recognize(a) if recognized else None
+        if results is not None:
+            return results
         results, alone = op.direct(a)
         if alone and recognized and not (other and a[other] is not None):
-            if (found := living[a.comm].calls[key(a)]) is not None:
+            found = living[a[name]].calls[key(a)]
+            if found is not None:
                 found.remember(tuple(tensor for tensor in a[:leading] if tensor is not None))
         return results
 
-    return key, call
+    return key, repeat, call
 
 
 def _first(args: tuple[Any, ...]) -> Tensor:

@@ -40,7 +40,8 @@ class Operator:
     check: Callable[[Member, Any], None]  # raises TypeError or ValueError; ``flight`` has been checked
     gradient: Gradient | None = None
     exact: bool = False  # sizes of outputs depend on data: waits for the device
-    registered: RememberedOp = field(init=False, repr=False)  # set by registration, as is the next
+    registered: RememberedOp = field(init=False, repr=False)  # set by registration, as are the next
+    repeat: Callable[[Any], Any] = field(init=False, repr=False)  # `RememberedOp.repeat`
     call: Callable[[Any], Any] = field(init=False, repr=False)  # runs it with a record of its arguments
 
     @functools.cached_property

@@ -149,6 +149,6 @@ for _op in OPERATORS:
     _tags = (CONTIGUOUS, torch.Tag.cudagraph_unsafe) if _op.exact else (CONTIGUOUS,)
     _made = functools.partial(RememberedOp, interrupted=functools.partial(_interrupted, _op))
     _op.registered = define(_op.name + _op.schema, _implementation(_op), _fake(_op), _tags, _made)
-    _op.call = _op.registered.call
+    _op.repeat, _op.call = _op.registered.repeat, _op.registered.call
     if _op.gradient is not None:
         _register_gradient(_op)
