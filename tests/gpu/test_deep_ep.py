@@ -105,7 +105,7 @@ def throughput(buffer: Any, mine: Given, kind: str, alignment: int) -> Tensor:
     return out
 
 
-def latency_sent(buffer: Any, mine: Given, **asked: bool) -> tuple[Tensor, Any]:
+def latency_sent(buffer: Any, mine: Given, **asked: Any) -> tuple[Tensor, Any]:
     """A dispatch for few tokens, and the experts' rows."""
     rows, counts, handle, _, hook = buffer.low_latency_dispatch(
         mine.x, mine.idx, MOST, EXPERTS, async_finish=False, return_recv_hook=True, **asked
@@ -126,8 +126,10 @@ def latency_home(buffer: Any, mine: Given, y: Tensor, handle: Any) -> Tensor:
     return out
 
 
-def latency(buffer: Any, mine: Given, **asked: bool) -> Tensor:
-    """Low latency mode of both."""
+def latency(buffer: Any, mine: Given, sends_weights: bool = False, **asked: Any) -> Tensor:
+    """Low latency mode of both, with weights that are sent with the tokens or before the combine."""
+    if sends_weights:
+        asked["topk_weights"] = mine.weights
     return latency_home(buffer, mine, *latency_sent(buffer, mine, **asked))
 
 
@@ -199,6 +201,8 @@ CASES: dict[str, tuple[Any, Any, Any, Any, dict[str, Any]]] = {
     **{f"throughput, {kind}": (Buffer, eager, MANY, throughput, {"kind": kind, "alignment": alignment})
        for kind, alignment in (("bf16", 1), ("fp8", 128), ("ue8m0", 128))},
     **{f"latency, {name}": (Buffer, replayed, TOKENS, latency, asked) for name, asked in LATENCY.items()},
+    **{f"latency, {name}, weights sent with the tokens":
+       (Buffer, replayed, TOKENS, latency, {"sends_weights": True, **LATENCY[name]}) for name in ("bf16", "fp32 scales")},
     "latency, two in flight": (Buffer, replayed, TOKENS, two_in_flight, {}),
     **{f"compact, {kind}": (ElasticBuffer, replayed, TOKENS, compact, {"kind": kind}) for kind in ("bf16", "fp8")},
     **{f"expanded, {kind}{', the host waits' * waits}":
