@@ -202,7 +202,8 @@ CASES: dict[str, tuple[Any, Any, Any, Any, dict[str, Any]]] = {
        for kind, alignment in (("bf16", 1), ("fp8", 128), ("ue8m0", 128))},
     **{f"latency, {name}": (Buffer, replayed, TOKENS, latency, asked) for name, asked in LATENCY.items()},
     **{f"latency, {name}, weights sent with the tokens":
-       (Buffer, replayed, TOKENS, latency, {"sends_weights": True, **LATENCY[name]}) for name in ("bf16", "fp32 scales")},
+       (Buffer, replayed, TOKENS, latency, {"sends_weights": True, **LATENCY[name]})
+       for name in ("bf16", "fp32 scales")},
     "latency, two in flight": (Buffer, replayed, TOKENS, two_in_flight, {}),
     **{f"compact, {kind}": (ElasticBuffer, replayed, TOKENS, compact, {"kind": kind}) for kind in ("bf16", "fp8")},
     **{f"expanded, {kind}{', the host waits' * waits}":
