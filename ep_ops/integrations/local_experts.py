@@ -19,10 +19,14 @@ from transformers.integrations.moe import (
     grouped_mm_experts_forward,
 )
 
+from ep_ops.communicator import Communicator
 from ep_ops.config import DTYPES
-from ep_ops.nn import expert_of_rows, mask_rows, of_rows, swiglu_rows
+from ep_ops.nn import expert_mlp, expert_of_rows, mask_rows, of_rows, swiglu_rows
 from ep_ops.nn.expert_module import local_part
-from ep_ops.records import Dispatched, Route
+from ep_ops.nn.token_major import Rows
+from ep_ops.records import TOKEN_MAJOR, Dispatched, Route
+
+GROUPED_ROWS = Rows()
 
 
 class LocalExperts:
@@ -33,9 +37,21 @@ class LocalExperts:
     implementations get the rows with their expert ids.
     """
 
-    def __init__(self, module: Any, forward: Callable[..., Tensor], dtype: torch.dtype | None) -> None:
-        """``forward``: of the module, on local expert ids. ``dtype``: to which parameters are cast; None: none are."""
-        self.module, self.forward, self.dtype = module, forward, dtype
+    def __init__(
+        self, module: Any, forward: Callable[..., Tensor], dtype: torch.dtype | None, rows: Rows = GROUPED_ROWS
+    ) -> None:  # fmt: skip
+        """``forward``: of the module, on local expert ids. ``dtype``: to which parameters are cast; None: none are.
+        ``rows``: which rows are received.
+
+        Raises:
+            ValueError: rows are token-major, and the experts are not SwiGLU experts without biases.
+        """
+        self.module, self.forward, self.dtype, self.rows = module, forward, dtype, rows
+        if rows.layout == TOKEN_MAJOR and not _is_plain(module):
+            raise ValueError(
+                f"rows is {TOKEN_MAJOR!r}, and the experts are a {type(module).__name__}; allowed: SiLU-gated experts"
+                " without biases, norms and quantized parameters, whose inputs are not weighted"
+            )
         self._chooses = _chooses(forward)
 
     def __call__(self, sent: Dispatched) -> tuple[Tensor, Tensor | None]:
@@ -54,6 +70,20 @@ class LocalExperts:
             else:
                 y = self.with_ids(x, route)
         return y, weights
+
+    def token_major(
+        self, comm: Communicator, x: Tensor, ids: Tensor, weights: Tensor, capacity: int | None
+    ) -> Tensor:  # fmt: skip
+        """Return the weighted sums of the experts' outputs for tokens, sent as token-major rows. Collective."""
+        module, how = self.module, self.rows
+        with _local_parameters(module, self.dtype):
+            w_in, w_out = module.gate_up_proj, module.down_proj
+            if not module.is_transposed:  # [El, 2F, H] and [El, H, F]
+                w_in, w_out = w_in.transpose(1, 2), w_out.transpose(1, 2)
+            return expert_mlp(
+                comm, x, ids, weights, w_in, w_out, capacity=capacity, rows=how.layout, places=how.places,
+                redispatch=how.redispatch,
+            ).out  # fmt: skip
 
     def _runs_grouped_mm(self) -> bool:
         if isinstance(self.forward, functools.partial):
@@ -132,6 +162,12 @@ def _is_swiglu(experts: Any) -> bool:
     return function is _default_apply_gate and (
         experts.act_fn is nn.functional.silu or isinstance(experts.act_fn, (SiLUActivation, nn.SiLU))
     )
+
+
+def _is_plain(experts: Any) -> bool:
+    """Return whether experts are SwiGLU experts of two matrices each."""
+    others = experts.has_bias, getattr(experts, "has_post_expert_norm", False), getattr(experts, "weights_first", False)
+    return experts.has_gate and not any(others) and not is_quantized(experts) and _is_swiglu(experts)
 
 
 def is_quantized(experts: nn.Module) -> bool:

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 try:
     from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
-    from ep_ops.integrations.local_experts import LocalExperts, give_interface, is_quantized
+    from ep_ops.integrations.local_experts import GROUPED_ROWS, LocalExperts, give_interface, is_quantized
 except ImportError as error:
     raise ImportError(
         f"ep_ops.integrations.transformers needs transformers 5.19, which failed to import: {error}. Install it with"
@@ -65,6 +65,8 @@ from ep_ops.integrations.spread_checks import (
 )
 from ep_ops.nn.apart import check_averaging, check_shards, parameters_apart
 from ep_ops.nn.expert_module import LayerNumber, check_split, check_state, experts_dtensor
+from ep_ops.nn.token_major import Rows, check_rows
+from ep_ops.records import GROUPED, TOKEN_MAJOR
 
 _TOP_K = "num_experts_per_tok", "top_k_experts", "moe_topk"
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -73,7 +75,7 @@ _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 def register(
     name: str = "ep_ops", *, max_tokens_per_rank: int, capacity: int | None = None, dtype: torch.dtype | None = None,
-    **options: Any,
+    rows: str = GROUPED, places: int | None = None, redispatch: bool = False, **options: Any,
 ) -> None:  # fmt: skip
     """Register ep_ops as ``DistributedConfig(ep_size=..., ep_implementation=name)``.
 
@@ -85,6 +87,9 @@ def register(
         dtype: dtype in which tokens are sent and experts are computed. Tokens and the experts' parameters (unless they
             are quantized) are cast to it, and the results to the dtype of the tokens. None: the dtype of the tokens,
             without casts.
+        rows, places, redispatch: as for :class:`ep_ops.nn.Experts`. Token-major rows keep less for backward; they are
+            for SiLU-gated experts without biases and norms, which :func:`ep_ops.nn.expert_mlp` computes. Then
+            ``capacity`` counts copies of tokens.
         options: more arguments of :class:`ep_ops.Communicator`. Layers of equal sizes share one.
 
     Raises:
@@ -98,13 +103,15 @@ def register(
         ) from _no_interface
     check_options("register", options)
     options |= {"max_tokens_per_rank": max_tokens_per_rank}
-    made = functools.partial(EpOps, capacity=capacity, dtype=dtype, options=options)
+    how = Rows(rows, places, redispatch)
+    made = functools.partial(EpOps, capacity=capacity, dtype=dtype, rows=how, options=options)
     EPImplementationInterface.register(name, made)
 
 
 def spread_experts(
     model: nn.Module, group: dist.ProcessGroup | None = None, *, max_tokens_per_rank: int, capacity: int | None = None,
-    dtype: torch.dtype | None = None, **options: Any,
+    dtype: torch.dtype | None = None, rows: str = GROUPED, places: int | None = None, redispatch: bool = False,
+    **options: Any,
 ) -> list[str]:  # fmt: skip
     """Keep this rank's experts of all MoE layers of ``model``, and send tokens to the ranks that hold their experts.
 
@@ -119,8 +126,8 @@ def spread_experts(
     Args:
         model: the model, changed in place.
         group: process group. None: the default group.
-        max_tokens_per_rank, capacity, options: as for :func:`register`. ``top_k`` is needed if the model's
-            configuration does not contain it.
+        max_tokens_per_rank, capacity, rows, places, redispatch, options: as for :func:`register`. ``top_k`` is required
+            if the model's configuration does not contain it.
         dtype: as for :func:`register`; None: the dtype of the experts' parameters or, if they are quantized, of the
             model's first parameter that is not. For mixed precision, where parameters of float32 are computed in
             bfloat16, pass ``torch.bfloat16``.
@@ -130,7 +137,7 @@ def spread_experts(
 
     Raises:
         ValueError: there are no experts, top_k is unknown, the model was sharded before or has parametrized experts,
-            the experts' weights differ between ranks, or ``experts_per_rank`` is not the default.
+            weights differ between ranks, ``experts_per_rank`` is not the default, or ``rows`` is not allowed.
         TypeError: an option is unknown, or follows from the model.
         RuntimeError: an optimizer holds parameters of the experts, or a launcher has started several processes but
             ``torch.distributed`` is not initialized.
@@ -146,8 +153,9 @@ def spread_experts(
     with raising_together(exchange):
         check_options("spread_experts", options)
         modules = _to_spread(model)
-        other = next((p.dtype for p in model.parameters() if p.dtype in DTYPES), torch.bfloat16)
-        asked = {name: _options(m, dtype, other, options) for name, m in modules.items()}
+        how = Rows(rows, places, redispatch)
+        forwards = {name: _Spread(capacity, LocalExperts(m, m.forward, dtype, how)) for name, m in modules.items()}
+        asked = {name: _options(m, dtype, _plain_dtype(model), options) for name, m in modules.items()}
         if exchange.world_size > 1:
             check_optimizers({f"{name}.{last}": p for name, m in modules.items() for last, p in _of_experts(m).items()})
             own = {f"{name}.{last}": checksum(p) for name, m in modules.items() for last, p in m.named_parameters()}
@@ -157,10 +165,8 @@ def spread_experts(
         check_split(comm, "spread_experts")
     made: dict[nn.Parameter, nn.Parameter] = {}  # layers may share experts
     for name, experts in modules.items():
-        _spread(experts, comms[name], capacity, dtype, made)
-    if hasattr(model, "save_pretrained"):
-        whole: Any = model
-        whole.save_pretrained = functools.partial(_save_whole, model, next(iter(comms.values())))
+        _spread(experts, comms[name], forwards[name], made)
+    _gather_to_save(model, next(iter(comms.values())))
     return list(modules)
 
 
@@ -177,6 +183,11 @@ def _to_spread(model: nn.Module) -> dict[str, Any]:
             raise ValueError(f"{name} of {type(model).__name__} is already spread over ranks; call spread_experts once")
         check_unwrapped(name, experts)
     return found
+
+
+def _plain_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the first parameter that is not quantized."""
+    return next((p.dtype for p in model.parameters() if p.dtype in DTYPES), torch.bfloat16)
 
 
 def _options(experts: Any, dtype: torch.dtype | None, other: torch.dtype, options: dict[str, Any]) -> dict[str, Any]:
@@ -197,11 +208,9 @@ def _of_experts(experts: Any) -> dict[str, nn.Parameter]:
     return {name: p for name, p in experts.named_parameters(recurse=False) if p.shape[:1] == (experts.num_experts,)}
 
 
-def _spread(
-    experts: Any, comm: Communicator, capacity: int | None, dtype: torch.dtype | None,
-    made: dict[nn.Parameter, nn.Parameter],
-) -> None:  # fmt: skip
+def _spread(experts: Any, comm: Communicator, forward: _Spread, made: dict[nn.Parameter, nn.Parameter]) -> None:
     """Shard one module of experts. ``made``: parameters that were sharded before, and those that replace them."""
+    check_rows(forward.local.rows, comm, False, "")
     mine = slice(comm.first_local_expert, comm.first_local_expert + comm.num_local_experts)
     spread = _of_experts(experts)
     for name, whole in spread.items() if comm.world_size > 1 else ():
@@ -211,7 +220,7 @@ def _spread(
         setattr(experts, name, made[whole])
     experts.register_load_state_dict_pre_hook(check_state)
     experts.num_experts, experts._is_expert_parallel = comm.num_local_experts, True
-    experts.forward = _Spread(capacity, LocalExperts(experts, experts.forward, dtype))
+    experts.forward = forward
     # The attributes of ep_ops.nn.ExpertModule. Other parameters, such as a norm after the experts, are alike on all
     # ranks.
     experts.comm, experts.gradient_divisor, experts.expert_names = comm, None, tuple(spread)
@@ -248,11 +257,11 @@ class EpOps(EPImplementation):
 
     def __init__(
         self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any, *, capacity: int | None, dtype: torch.dtype | None,
-        options: dict[str, Any],
+        options: dict[str, Any], rows: Rows = GROUPED_ROWS,
     ) -> None:  # fmt: skip
         super().__init__(experts, ep_mesh, tp_mesh)
         self._capacity, self._options = capacity, options
-        self._local = LocalExperts(experts, self.experts_forward, dtype)
+        self._local = LocalExperts(experts, self.experts_forward, dtype, rows)
         self._comm: Communicator | None = None
 
     @torch.compiler.assume_constant_result  # called while torch.compile traces
@@ -270,6 +279,7 @@ class EpOps(EPImplementation):
             sizes = hidden_states.shape[-1], top_k_index.shape[-1]
             dtype = self._local.dtype or hidden_states.dtype
             found: Any = registry.get(self._made(*sizes, dtype, hidden_states.device))
+            check_rows(self._local.rows, found, False, "")
             self._comm = found
         given: tuple[Tensor, ...] = hidden_states, top_k_index, top_k_weights
         parts = self.tp_mesh.size() > 1
@@ -289,6 +299,8 @@ def _through(
 ) -> Tensor:  # fmt: skip
     """Send tokens to their experts, through this rank's ``experts``, and back."""
     x = hidden_states.to(comm.dtype).contiguous()
+    if experts.rows.layout == TOKEN_MAJOR:
+        return experts.token_major(comm, x, top_k_index, top_k_weights, capacity).to(hidden_states.dtype)
     sent = comm.dispatch(x, top_k_index, top_k_weights, capacity=capacity)
     y, weights = experts(sent)
     return comm.combine(y.to(comm.dtype), sent.route, weights).to(hidden_states.dtype)
@@ -311,6 +323,12 @@ def _llama4_forward(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     scores, logits = block.router(x)
     ids = logits.topk(block.top_k, dim=1).indices
     return block.shared_expert(x) + block.experts(x, ids, scores.gather(1, ids)), logits
+
+
+def _gather_to_save(model: Any, comm: Communicator) -> None:
+    """Let ``save_pretrained`` of the model save all experts."""
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = functools.partial(_save_whole, model, comm)
 
 
 def _save_whole(model: Any, comm: Communicator, *args: Any, **kwargs: Any) -> Any:

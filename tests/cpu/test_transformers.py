@@ -27,10 +27,11 @@ def spread(kind: str, how: str, implementation: str) -> dict[str, float]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     names = [name for name, module in model.named_modules() if type(module).__name__.endswith("Experts")]
     batches = [0] * ranks if how == "same batch" else range(ranks)  # of each rank
-    if how != "spread" and how != "compiled":
+    options = {"rows": "token_major", "redispatch": True} if "token-major" in how else {}
+    if "registered" in how or how == "same batch":
         from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-        register(max_tokens_per_rank=16)
+        register(max_tokens_per_rank=16, **options)
         shape = (1, ranks) if how == "same batch" else (ranks, 1)
         mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("ep", "tp"))
         ep, tp = mesh["tp" if how == "same batch" else "ep"], mesh["tp"]
@@ -40,7 +41,7 @@ def spread(kind: str, how: str, implementation: str) -> dict[str, float]:
             plan[name] = "ep_dispatch_experts"
         apply_expert_parallelism(model, ep, tp, plan, "ep_ops")
     else:
-        assert spread_experts(model, max_tokens_per_rank=16) == names and names
+        assert spread_experts(model, max_tokens_per_rank=16, **options) == names and names
         held = [p for name in names for p in model.get_submodule(name).parameters()]
         assert all(isinstance(p, DTensor) and p.device_mesh.mesh_dim_names == ("ep",) for p in held)
         for _ in range(2):
@@ -91,11 +92,14 @@ COMPILED = ["qwen3_moe", "gpt_oss"]  # one graph; graphs around a router, and ex
     ("spread", "batched_mm", list(MODELS)),
     ("registered", "grouped_mm", [kind for kind in [*MODELS, *MORE] if kind != "llama4_text"]),
     ("same batch", "grouped_mm", list(MODELS)),
+    ("token-major", "grouped_mm", ["qwen3_moe", "mixtral", "deepseek_v3", "qwen3_next"]),
+    ("compiled, token-major", "grouped_mm", ["qwen3_moe"]),
+    ("registered, token-major", "eager", ["qwen3_moe"]),
     ("compiled", "grouped_mm", COMPILED),
     pytest.param("registered and compiled", "grouped_mm", COMPILED, marks=pytest.mark.drawn),
 ])  # fmt: skip
 def test_spread_experts(how: str, implementation: str, kinds: list[str]) -> None:
-    if how != "spread":  # older versions do not compile backward of grouped_mm on CPUs
+    if how not in ("spread", "token-major"):  # older versions do not compile backward of grouped_mm on CPUs
         need_implementations()
     for found in run_ranks(2, spread_all, how, implementation, kinds):
         worst = max(found, key=lambda name: found[name])
@@ -188,6 +192,16 @@ def spread_others(kind: str, way: str) -> None:
 def test_other_experts(kind: str, way: str) -> None:
     pytest.importorskip(f"transformers.models.{OTHERS[kind][0]}", reason="needs a newer transformers")
     run_ranks(2, spread_others, kind, way)
+
+
+def test_token_major_rows_need_swiglu_experts_without_biases() -> None:
+    from ep_ops.integrations.transformers import spread_experts
+
+    for kind in ("gpt_oss", "llama4_text"):
+        with pytest.raises(ValueError, match="rows is 'token_major', and the experts are a .*Experts; allowed: SiLU-"):
+            spread_experts(made(kind, "eager"), max_tokens_per_rank=16, rows="token_major")
+    with pytest.raises(ValueError, match="places is 5; allowed: positive multiples of alignment 16"):
+        spread_experts(made("qwen3_moe", "eager"), max_tokens_per_rank=16, rows="token_major", places=5)
 
 
 def test_register_says_which_version_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
