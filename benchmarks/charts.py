@@ -116,7 +116,7 @@ def draw_decode(runs: list[dict[str, Any]], path: Path) -> None:
             title=f"{run['model']},\n{experts} experts a GPU, {run['world_size']} × {gpu}", xlabel="tokens a rank"
         )
         log_ticks(panel, tokens)
-        panel.set_ylim(1, 2)
+    panels[0].set_ylim(bottom=1)  # of all
     for panel in panels[::2]:
         panel.set_ylabel("layer ÷ reading its weights")
     for panel in panels[len(runs) :]:
