@@ -226,7 +226,7 @@ class Places:
 
     def kernel(self, _: Any) -> None:
         for row in self.rows:
-            self.found[row] = int(self.tiles.place(self.to, Int32(row)))
+            self.found[row] = int(self.tiles.scales_at(self.to, Int32(row)))
         for segment in self.segments:
             self.tiles.clear(self.to, *map(Int32, segment))
 
