@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -174,10 +173,7 @@ def _agree_on(comm: Communicator, operator: str, max_tokens: int) -> None:
 def latency_bound(comm: Communicator) -> float:
     """Return the largest ``max_tokens`` of calls on the latency kernels; infinity on the reference backend, which has
     one way for all sizes."""
-    return _latency_tokens(comm.config) if comm.config.backend == "cute" else math.inf
-
-
-_latency_tokens = functools.cache(backends.latency_tokens)
+    return backends.latency_tokens(comm.config) if comm.config.backend == "cute" else math.inf
 
 
 def _capturing(device: torch.device) -> bool:

@@ -113,6 +113,7 @@ class LowLatency:
     group_size: int
     _combine_rows: Tensor | None = None
     _slow_is_known = False
+    _bound: tuple[Communicator | None, float] = None, 0.0  # the communicator of the last dispatch, and its bound
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -263,7 +264,10 @@ class LowLatency:
 
     def _say_if_slow(self, comm: Communicator, tokens: int) -> None:
         """Warn once if a dispatch for ``tokens`` of each rank does not run on the latency kernels."""
-        if self._slow_is_known or tokens <= (bound := latency_bound(comm)):
+        if self._bound[0] is not comm:
+            self._bound = comm, latency_bound(comm)
+        bound = self._bound[1]
+        if self._slow_is_known or tokens <= bound:
             return
         self._slow_is_known = True
         warnings.warn(
