@@ -152,8 +152,8 @@ class DecodeLayers(Run):
         facts = sizes | {"weights": args.weights, "read_tb_s": None, "results": []}
         super().__init__(device, args, table, benchmark="decode", dtype="bf16", **facts)
         self.has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
-        self.codes: tuple[Tensor, ...] = ()
-        """Weights and scales, with e4m3 weights."""
+        self.codes: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        """e4m3 weights: w_in, in_scales, w_out, out_scales."""
         self.others: dict[str, other_layers.Layer] = {}
 
     def everything(self) -> None:
@@ -174,7 +174,8 @@ class DecodeLayers(Run):
             self.weights = made(comm, args.width)
             self.turned = tuple(w.mT.contiguous().mT for w in self.weights) if turned else None
             if args.weights == "e4m3":
-                self.codes = tuple(tensor for w in self.weights for tensor in quantize_weights(w))
+                w_in, w_out = self.weights
+                self.codes = *quantize_weights(w_in), *quantize_weights(w_out)
             if self.world_size == 1:
                 weights = self.codes or self.weights
                 self.others = other_layers.installed(args.only, args.weights, comm, weights, self.say)

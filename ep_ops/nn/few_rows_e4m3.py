@@ -123,13 +123,13 @@ def _fake(x: Tensor, *_: Any) -> Tensor:
 
 
 def _mlp(x: Tensor, scales: Tensor, *given: Any) -> Tensor:
-    *tensors, offs, counts, alignment, tokens, top_k, ranks = given
+    w_in, in_scales, w_out, out_scales, offs, counts, alignment, *share = given
     kernels, segments = kernels_on(x.device), Segments(offs, counts, alignment)
     if kernels is None:
-        return _plain(x, scales, *tensors, segments)
+        return _plain(x, scales, w_in, in_scales, w_out, out_scales, segments)
     out = _fake(x)
-    x, scales, *weights = map(kernels.readable, (x, scales, *tensors))
-    kernels.few_rows_e4m3(x, scales, tuple(weights), out, segments, kernels.Share(tokens, top_k, ranks))
+    x, scales, *weights = map(kernels.readable, (x, scales, w_in, in_scales, w_out, out_scales))
+    kernels.few_rows_e4m3(x, scales, tuple(weights), out, segments, kernels.Share(*share))
     return out
 
 
