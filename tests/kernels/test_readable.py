@@ -61,6 +61,10 @@ def test_swiglu(given: list[torch.Tensor], dtype: torch.dtype) -> None:
     grad = torch.randn(6, 16).to(dtype)
     torch.ops.ep.swiglu_backward(misaligned(grad), misaligned(x), offs, offs, 1, 0)
     check(given, x, grad)
+    given.clear()
+    weights = torch.rand(6)
+    torch.ops.ep.swiglu_weighted_backward(*map(misaligned, (grad, x, weights)), offs, offs, 1)
+    check(given, x, grad, weights)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
