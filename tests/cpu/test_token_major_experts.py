@@ -284,6 +284,28 @@ def test_kept_bytes(late: bool, backend: str | None) -> None:
             assert ints < 4 * (4 * places + 16 * copies + 8 * E + 11 * 2 * K + 100)
 
 
+@pytest.mark.parametrize("options", [{}, {"gemms": LATE}, {"redispatch": True}, {"gemms": LATE, "redispatch": True}])
+def test_frozen_tensors_and_batches(options: dict[str, Any]) -> None:
+    """Gradients of those tensors that require one, with x [B, S, H] and parameters of another dtype."""
+    with ep_ops.Communicator(**SIZES, dtype=torch.float64) as comm:
+        draw = torch.Generator().manual_seed(cases.fresh_seed())
+        x = torch.randn(2, 5, H, generator=draw, dtype=torch.float64)
+        idx = torch.rand(2, 5, E, generator=draw).argsort(-1)[..., :K]
+        weights = torch.rand(2, 5, K, generator=draw, dtype=torch.float64)
+        for trained in ("x", "weights", "w_in", "w_out", "x w_out", "weights w_in", "x weights w_in w_out"):
+            results = []
+            for kind in ({}, {**options, "rows": "token_major"}):
+                experts = Experts(comm, F, seed=3, dtype=torch.float32, **kind)
+                leaves = {"x": x.clone(), "weights": weights.clone(), "w_in": experts.w_in, "w_out": experts.w_out}
+                for name, leaf in leaves.items():
+                    leaf.requires_grad_(name in trained.split())
+                out = experts(leaves["x"], idx, leaves["weights"])
+                asked = [leaves[name] for name in trained.split()]
+                results.append([out, *torch.autograd.grad(out.sin().sum(), asked)])
+                assert out.shape == x.shape
+            torch.testing.assert_close(*results)
+
+
 class Model(nn.Module):
     """Two layers of experts and linear ones."""
 
