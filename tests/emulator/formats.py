@@ -241,6 +241,7 @@ def places(draw: random.Random) -> None:
     scales."""
     from cute_kernels.delivery import Arrived
     from cute_kernels.swizzled import Begins, Tiles
+    from cute_kernels.views import Ints
 
     experts, alignment, count = draw.choice([1, 3, 40]), draw.choice([1, 16, 128]), draw.choice([4, 7])
     most = 300 if experts < 40 else 130
@@ -265,7 +266,7 @@ def places(draw: random.Random) -> None:
         lie, ends = memory.take(max(want.numel(), 16), "scales"), memory.put(offs, "offs")
         starts = [Int32(begin) for begin in begins] if draw.random() < 0.5 else None
         words = -(-count // 4)
-        given = Begins(Int32(experts), Int64(ends), starts)
+        given = Begins(Int32(experts), Ints(Int64(ends)), starts)
         to = Arrived(Int64(0), Int64(0), Int64(lie), Int32(rows), Int32(slots), given)
         segments = list(zip(range(experts), begins, kept, sizes, strict=True))
         asked = held.nonzero().flatten().tolist()
@@ -284,7 +285,7 @@ def places(draw: random.Random) -> None:
         untouched(there[~known], f"scales of {consumer}")
         wild = torch.tensor([draw.randint(-(2**31), 2**31 - 1) for _ in offs], dtype=torch.int32)
         memory.tensor(ends, (experts,), torch.int32)[:] = wild
-        to = to._replace(begins=Begins(Int32(experts), Int64(ends)))
+        to = to._replace(begins=Begins(Int32(experts), Ints(Int64(ends))))
         kernel = Places(Tiles(consumer, words), to, draw.sample(range(rows), min(rows, 20)), [])
         run([Launch(kernel, One())], draw)
         assert all(lie <= at and at + 512 * (words - 1) + 4 <= lie + want.numel() for at in kernel.found.values())
