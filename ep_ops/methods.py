@@ -537,14 +537,18 @@ class Methods:
     ) -> Dispatched:  # fmt: skip
         """Return the results of a dispatch with these arguments as a record."""
         recv_x, recv_scales, weights, send_rows, arrivals, offs, counts, dropped, recv_idx = out
-        layout = GROUPED if a.layout == DISTINCT else a.layout
+        layout, local_idx = a.layout, None
+        if layout == DISTINCT:
+            layout = GROUPED
+        elif layout == TOKEN_MAJOR:
+            local_idx = recv_idx
         if self.overflowed is not None:
             self.overflowed.add(dropped)
-        local_idx = recv_idx if layout == TOKEN_MAJOR else None
-        along = a.topk_idx, send_rows, arrivals, offs, counts
-        route: Route = _new(
-            Route, (*along, a.alignment, num_rows, a.max_tokens, batch, slots, layout, dropped, local_idx)
-        )
+        along = (
+            a.topk_idx, send_rows, arrivals, offs, counts, a.alignment, num_rows, a.max_tokens, batch, slots, layout,
+            dropped, local_idx,
+        )  # fmt: skip
+        route: Route = _new(Route, along)
         kept = None if a.topk_weights is None else weights
         scales = _scales_of(recv_x, recv_scales, route, a.format, a.scales_as) if a.format else None
         made: Dispatched = _new(Dispatched, (recv_x, kept, route, dropped, scales, local_idx))
