@@ -236,6 +236,9 @@ class LatencyDispatch(DispatchSender):
                 w0, w1, w2, w3 = seal(own, lane, Int64(0))
             else:
                 if const_expr(p.num_domains > 1):
+                    # A wait that is given up leaves lines that may be incomplete under a valid mark. Nobody uses them:
+                    # a rank that rejects sends no route, which every block misses, and after a failure the results are
+                    # undefined (all ids that a line can hold, of this operation or an earlier one, are valid).
                     if not is_near(ranks, source):
                         await_far(ranks, "routes", Boolean(lane == 0), source, source, Int32(0))
                 at = part_of(ranks.view("routes").at(source, packet), 0, lane)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import re
 import weakref
@@ -15,7 +16,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ep_ops
-from ep_ops.backends.cute.sizing import sizes_of, token_bound
+from cute_kernels import marks
+from ep_ops.backends.cute.sizing import MOST_TOKENS_ACROSS, problem_with, sizes_of, token_bound
 from ep_ops.memory import MemoryPlan, planned
 from ep_ops.nn import quack_mm
 
@@ -188,3 +190,19 @@ def test_bytes_are_readable() -> None:
         ["giga", "2.50", "GiB"],
     ]
     assert len({len(line) for line in text.splitlines()}) == 1, "columns"
+
+
+def test_the_tokens_whose_puts_a_word_can_count() -> None:
+    """Ranks of several NVLink domains count the puts of an operation in 20 bits."""
+    sizes: dict[str, Any] = {"num_experts": 8, "hidden_size": 64, "top_k": 2, "name": "x"}
+
+    def problem(tokens: int, domains: tuple[tuple[int, ...], ...], **more: Any) -> str | None:
+        config = ep_ops.Config(**sizes, max_tokens_per_rank=tokens, **more)
+        config = config.on(4, device_type="cuda", backend="cute", wire="nvlink")
+        return problem_with(dataclasses.replace(config, domains=domains, domain_size=len(domains[0])))
+
+    assert 2 * MOST_TOKENS_ACROSS + 128 <= 1 << marks.NUMBER_BITS
+    pairs, one = ((0, 1), (2, 3)), ((0, 1, 2, 3),)
+    assert problem(MOST_TOKENS_ACROSS, pairs) is None and problem(MOST_TOKENS_ACROSS + 1, one) is None
+    assert "across NVLink domains backend 'cute' takes at most" in (problem(MOST_TOKENS_ACROSS + 1, pairs) or "")
+    assert problem(MOST_TOKENS_ACROSS + 1, pairs, staging_bytes=2**30) is None

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import copies, formats
+from . import copies, formats, machine
 from .routes import Shape
 from .threads import Launch, run
 from .throughput import Make, Steps
@@ -87,6 +87,76 @@ def joining(shape: Shape, draw: random.Random, make: Make = Steps) -> None:
     check_ended(on)
 
 
+class Deciding:
+    """A kernel that decides about two tiles and asks about three."""
+
+    def __init__(self, problem: Any) -> None:
+        self.problem, self.found = problem, list[bool]()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"block": (32, 1, 1)}
+
+    def kernel(self, args: Any) -> None:
+        from cutlass import Boolean, Int32
+
+        from cute_kernels import sync
+        from cute_kernels.heap import Heap
+        from cute_kernels.ids import thread_id
+
+        ranks = sync.Ranks(Heap(self.problem), args.ranks)
+        if thread_id() == 0:
+            for tile, good in ((0, True), (1, False)):
+                sync.decide(ranks, "placed", Int32(tile), Boolean(good))
+            self.found = [bool(sync.decided(ranks, "placed", Int32(tile), tile < 2)) for tile in range(3)]
+
+
+def decided(shape: Shape, draw: random.Random) -> None:
+    """A tile that is not placed is not good, beside one that is, nor is one that nobody has decided about, whether the
+    rank has given up or not."""
+    from cute_kernels import marks
+    from cute_kernels.alarm import AlarmArgs
+    from cute_kernels.heap import FAILED
+
+    from .ranks import numbered
+
+    on = Steps(shape, draw)
+    for rank, failed in ((0, 0), (1, 1)):
+        on.ranks.memory.store_long(on.ranks.heaps[rank] + FAILED * 8, failed)
+        args = numbered(AlarmArgs, ranks=on.ranks.args(rank, marks.pack("dispatch", 3)), text=0, blocks=1)
+        kernel = Deciding(on.problem)
+        run([Launch(kernel, args)], draw)
+        assert kernel.found == [True, False, False], f"rank {rank}: {kernel.found}"
+
+
+def poisoned(shape: Shape, draw: random.Random) -> None:
+    """A rank that has given up runs an operation more: its marks are accepted by no wait, and it puts nothing."""
+    from cute_kernels import marks
+    from cute_kernels.heap import FAILED
+
+    on = Steps(shape, draw)
+    on.inputs()
+    on.dispatch(known=False)
+    on.inputs()
+    rank = draw.randrange(on.ranks.world_size)
+    on.ranks.memory.store_long(on.ranks.heaps[rank] + FAILED * 8, 1)
+    put: list[Any] = []
+    for each in machine.networks:
+        each.put = lambda *args: put.append(args)  # type: ignore[method-assign]
+    launches: list[Launch] = []
+    on.launch_dispatch(launches, rank, known=False)
+    run(launches, draw, quiet_turns=ROUNDS)
+    assert not put, f"rank {rank} puts after it has given up: {put[0]}"
+    epoch, hello = 1 + on.ranks.operations, on.ranks.heap.offset["hello"]
+    bank = epoch % 2 * on.ranks.heap.distance["hello"]
+    mark = marks.make(epoch, int(launches[0].args.ranks.terms))
+    domain = next((members for members in shape.domains if rank in members), range(on.ranks.world_size))
+    for peer in domain:
+        word = on.ranks.memory.load_long(on.ranks.heaps[peer] + hello + bank + 8 * rank)
+        assert word != 0 and not marks.same_operation(word, mark), f"rank {peer} accepts the mark of rank {rank}"
+        assert marks.epoch_in(word, epoch) == epoch, "the mark differs from a valid one by the bit of its rank's state"
+
+
 CHECKS: dict[str, Callable[[random.Random], None]] = {
     "alarm_staging": lambda draw: staging(Shape((2, 2), 2, 8, hidden=64), draw),
     "alarm_staging_known": lambda draw: staging(Shape((2, 2), 2, 8, hidden=64), draw, True),
@@ -97,6 +167,9 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
         Shape((2, 2), 2, 8, hidden=64), draw, draw.random() < 0.5, copies.Steps,
         formats.Call("e4m3/32/mx", "rows", False),
     ),
+    "decided": lambda draw: decided(Shape((2, 2), 2, 6, hidden=64), draw),
+    "given_up": lambda draw: poisoned(Shape((3, 1, 2), 3, 3), draw),
+    "given_up_across": lambda draw: poisoned(Shape((1, 2, 0, 1), 2, 3, domains=((0, 2), (1, 3)), wire="nvshmem"), draw),
     "alarm_joining": lambda draw: joining(Shape((2, 2), 2, 6, hidden=64), draw),
     "alarm_joining_tokens": lambda draw: joining(Shape((2, 2), 1, 6, hidden=64), draw, copies.Steps),
 }  # fmt: skip

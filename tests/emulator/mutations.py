@@ -60,6 +60,11 @@ MUTATIONS = {
     "hello": Mutation(
         "latency_across_ahead", SYNC, '    met = ranks.wait("hello", peer, peer, 0)\n', "    met = Boolean(True)\n",
     ),
+    "decided": Mutation("decided", SYNC, "ranks.own_mark ^ Int64(1 - Int32(good))", "ranks.own_mark"),
+    "marks of a rank that has given up": Mutation("given_up", SYNC, " ^ (failed << GIVEN_UP)", ""),
+    "puts of a rank that has given up": Mutation(
+        "given_up_across", SYNC, "return (self.mark ^ (self.epoch << SHIFT)) >= 0", "return Boolean(True)"
+    ),
     "rejection": Mutation(
         "across_rejected_small", SYNC, '                ptx.st_release_sys(ranks.view("rejection").base',
         '                ptx.st_release_sys(ranks.word(17)',

@@ -9,6 +9,7 @@ import torch
 
 from cute_kernels.heap import MOST_RANKS, MOST_RANKS_ACROSS, SHARED_BYTES, Heap, Problem
 from cute_kernels.latency.sizes import LatencyHeap, most_tokens
+from cute_kernels.marks import NUMBER_BITS
 
 from ...config import Config
 
@@ -17,6 +18,10 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 MOST_ROUNDS = 64
 """Largest number of rounds of an operation: with the operation that publishes the route, as many as a rejection can
 number."""
+MOST_TOKENS_ACROSS = (1 << NUMBER_BITS) // 2 - 64
+"""Largest number of tokens of an operation across NVLink domains, whose ranks count each other's puts in `NUMBER_BITS`
+bits: at most one put for the rows of a token and one for its weights, and one for each tile. Routes of the latency
+kernels are in shared memory, which bounds their tokens much further."""
 DEFAULT_TOKENS = 256
 """The largest `max_tokens` of calls that run on the latency kernels, if the communicator does not say otherwise."""
 
@@ -36,6 +41,11 @@ def problem_with(config: Config) -> str | None:
             f"num_experts is {config.num_experts}, at most {problem.local_experts} a rank; on {config.world_size} ranks"
             f" backend 'cute' needs {problem.placing_bytes} bytes of shared memory to place rows;"
             f" allowed: at most {SHARED_BYTES - 1024}"
+        )
+    if across(config) and problem.max_tokens > MOST_TOKENS_ACROSS:
+        return (
+            f"an operation has {problem.max_tokens} tokens of a rank; across NVLink domains backend 'cute' takes at"
+            f" most {MOST_TOKENS_ACROSS}: pass a smaller max_tokens_per_rank, or staging_bytes, for several rounds"
         )
     if config.staging_bytes is not None and round_tokens(config) is None:
         least = _in_rounds_of(config, least_round(config))
