@@ -41,7 +41,7 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     "latency_dropping": lambda draw: latency.pair(
         Shape((2, 3, 1, 2), 3, 4, 64, alignment=4, slots=(0, 4, 8), share=0.3), draw, (1, 1, 3), (1, 1, 2)
     ),
-    "latency_one_rank": lambda draw: latency.pair(Shape((8,), 32, 3, 64), draw, (0, 0, 3), (0, 0, 2)),
+    "latency_one_rank": lambda draw: latency.pair(Shape((8,), 32, 6, 64), draw, (0, 0, 3), (0, 0, 2)),
     "latency_split": lambda draw: latency.pair(
         Shape((2,) * 5, 9, 3, 64, alignment=2), draw, (1, 0, 2), (1, 0, 1), split=True, times=1
     ),

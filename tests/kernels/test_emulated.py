@@ -20,7 +20,7 @@ from emulator.mutations import MUTATIONS, ROOT
 
 ALWAYS = (
     "latency", "throughput", "few_rows", "alarm_joining", "alarm_staging", "rejected_latency", "epochs_latency_across",
-    "posted", "walked", "guarded", "owned", "distinct_swizzled",
+    "posted", "walked", "guarded", "owned", "latency_one_rank", "places_route_garbage", "distinct_swizzled",
 )  # fmt: skip
 ONE_OF = ("throughput_dropping", "death_few_dispatch", "wire_nvshmem", "across_small", "across_wide")
 DRAWN = 2
