@@ -27,7 +27,7 @@ from cute_kernels.internode import wire
 from cute_kernels.internode.sending import word_of
 from cute_kernels.launch import Kernel, RankArgs
 from cute_kernels.marks import SHIFT
-from cute_kernels.views import Rows
+from cute_kernels.views import Records
 from ep_ops.bench.figures import text_table
 from ep_ops.bench.link import digest, stream_of
 from ep_ops.bench.options import names_of, new_parser, numbers, positive, read
@@ -98,11 +98,11 @@ class Puts(Kernel):
             word = ranks.offsets("words").at(item)
             if const_expr(self.by_warp):
                 if const_expr(self.filled):
-                    wire.copy_by_warp(ranks.own + here, Rows(args.x, p.row_bytes).at(item), nbytes)
+                    wire.copy_by_warp(ranks.own + here, Records(args.x, p.row_bytes).at(item), nbytes)
                 p.wire.put_signal(ranks, args.target, there, here, nbytes, word, word_of(ranks, item))
             else:
                 if const_expr(self.filled):
-                    wire.copy_by_block(BLOCK, ranks.own + here, Rows(args.x, p.row_bytes).at(item), nbytes)
+                    wire.copy_by_block(BLOCK, ranks.own + here, Records(args.x, p.row_bytes).at(item), nbytes)
                     # The batch is whole before it is put.
                     arch.sync_threads()
                 p.wire.put_signal_by_block(

@@ -15,7 +15,7 @@ from .formats import Form
 from .heap import Problem
 from .rows import Width, zero_row
 from .swizzled import TILE_BYTES, Begins, Tiles
-from .views import Bytes, Floats, Ints, Rows
+from .views import Floats, Ints, Records, Uint8s
 
 
 class Arrived(NamedTuple):
@@ -79,7 +79,7 @@ class Delivery:
         if const_expr(self.tiles is not None):
             return self.tiles.scales_at(to, row), Int32(TILE_BYTES)
         if const_expr(self.layout == "rows"):
-            return Rows(to.scales, self.units * self.unit).at(row), Int32(self.unit)
+            return Records(to.scales, self.units * self.unit).at(row), Int32(self.unit)
         return _scales_in_lines(to, row, self.units)
 
     @cute.jit
@@ -87,23 +87,23 @@ class Delivery:
         """By a warp: padding rows of one expert, from `row` on, and what goes with them, but for swizzled scales, of
         which more is zeroed than rows have (`Tiles.clear`)."""
         for i in cutlass.range(row, end, 1):
-            zero_row(self.row_bytes, Rows(to.rows, self.row_bytes).at(i), lane)
+            zero_row(self.row_bytes, Records(to.rows, self.row_bytes).at(i), lane)
         if const_expr(weights):
             for i in cutlass.range(row + lane, end, 32):
                 to.weights.bits[i] = Int32(0)
         if const_expr(self.layout == "rows"):
             first, _ = self.scales_at(to, row)
             for i in cutlass.range(lane, (end - row) * self.units, 32):
-                self.store_unit(Rows(first, self.unit).at(i), Int32(0))
+                self.store_unit(Records(first, self.unit).at(i), Int32(0))
         elif const_expr(self.layout != "" and self.tiles is None):
             first, step = self.scales_at(to, row)
             for line in cutlass.range(self.units):
                 for i in cutlass.range(lane, end - row, 32):
-                    self.store_unit(Ints(Rows(first, step).at(line)).at(i), Int32(0))
+                    self.store_unit(Ints(Records(first, step).at(line)).at(i), Int32(0))
 
     def store_unit(self, at: Int64, value: Int32) -> None:
         if self.unit == 1:
-            Bytes(at)[0] = value
+            Uint8s(at)[0] = value
         else:
             Ints(at)[0] = value
 
@@ -131,11 +131,11 @@ class Delivery:
             exponent = stored
             if const_expr(not self.form.in_bytes):
                 exponent = (stored >> 23) & 0xFF
-            Bytes(Rows(first, step).at(column >> 2))[column & 3] = exponent
+            Uint8s(Records(first, step).at(column >> 2))[column & 3] = exponent
         elif const_expr(self.form.in_bytes):
-            Bytes(first)[column] = stored
+            Uint8s(first)[column] = stored
         else:
-            Ints(Rows(first, step).at(column))[0] = stored
+            Ints(Records(first, step).at(column))[0] = stored
 
 
 @cute.jit

@@ -15,7 +15,7 @@ from cutlass.cute import arch
 from . import ptx
 from .formats import Form
 from .sync import BAD_SCALE, Ranks, reject
-from .views import Bytes, Ints, Pairs, Rows
+from .views import Ints, Pairs, Records, Uint8s
 
 FLOOR = 0x38D1B717
 """Bits of 1e-4: the least magnitude that scales are made for, but in MX."""
@@ -124,7 +124,7 @@ def given_word(form: cutlass.Constexpr[Form], ranks: Ranks, scales: Int64, token
     if const_expr(form.in_bytes):
         for j in range_constexpr(4):
             if 4 * i + j < form.scales:
-                word = word | (Bytes(Rows(scales, form.scales).at(token))[4 * i + j] << (8 * j))
+                word = word | (Uint8s(Records(scales, form.scales).at(token))[4 * i + j] << (8 * j))
     else:
         word = Ints(scales)[Int64(token) * form.scales + i]
         if const_expr(form.kind == "pow2"):

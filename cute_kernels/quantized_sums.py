@@ -19,7 +19,7 @@ from . import ptx
 from .formats import Form
 from .quantize import exact_scale, largest, numbers_of, of_group, scale_of, store_codes
 from .slices import Slices
-from .views import Bytes, Ints, Pairs
+from .views import Ints, Pairs, Uint8s
 
 SCALED = 32
 """Numbers for each byte of scale."""
@@ -128,7 +128,7 @@ def add_slice(wire: cutlass.Constexpr[SumSlices], at: Int64, last: Int32, acc: A
     words, scales = [], []
     for u in range_constexpr(vectors):
         number = cutlass.min(u * 32 * n + lane * n, end - n)
-        scales.append(Bytes(at)[number // SCALED])
+        scales.append(Uint8s(at)[number // SCALED])
         codes = at + wire.scale_bytes + number
         words.append([Ints(codes)[0]] if n == 4 else Pairs(codes)[0])
     for u in range_constexpr(vectors):

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute import arch
 
-from .views import Ints, Rows
+from .views import Ints, Records
 
 ROWS = 128
 """Rows of a tile."""
@@ -99,7 +99,7 @@ class Tiles:
             else:
                 tiles = (to.num_rows + (ROWS - 1) * to.begins.experts) >> 7
         tile = cutlass.max(cutlass.min(base + (number >> 7), tiles - 1), 0)
-        return Rows(to.scales, self.words * TILE_BYTES).at(tile) + ((number & 31) * 16 + ((number >> 5) & 3) * 4)
+        return Records(to.scales, self.words * TILE_BYTES).at(tile) + ((number & 31) * 16 + ((number >> 5) & 3) * 4)
 
     @cute.jit
     def clear(self, to: Any, expert: Int32, begin: Int32, kept: Int32, rows: Int32) -> None:

@@ -64,7 +64,7 @@ class Words(View):
     ELEMENT = "word"
 
 
-class Rows(View):
+class Records(View):
     """Rows or other records of `nbytes` each, which are moved as they are."""
 
     ELEMENT = "record"
@@ -119,7 +119,7 @@ class Floats(Elements):
         return Ints(self.base, *self.extents, step=self.step)
 
 
-class Bytes(Elements):
+class Uint8s(Elements):
     """Numbers of type uint8."""
 
     ELEMENT = "byte"
@@ -170,11 +170,11 @@ class Vectors(Elements):
         ptx.st_v4(address, value)
 
 
-KINDS: dict[str, type[View]] = {kind.ELEMENT: kind for kind in (Words, Ints, Floats, Bytes, Pairs, Vectors)}
+KINDS: dict[str, type[View]] = {kind.ELEMENT: kind for kind in (Words, Ints, Floats, Uint8s, Pairs, Vectors)}
 
 
 def view_of(section: Section, base: Int64, nbytes: int = 0) -> Any:
     """Return the view of a section of a heap that lies at `base`. `nbytes`: size of a record, if not the section's."""
     if section.element == "record":
-        return Rows(base, nbytes or section.element_bytes, *section.shape[1:])
+        return Records(base, nbytes or section.element_bytes, *section.shape[1:])
     return KINDS[section.element](base, *section.shape[1:])

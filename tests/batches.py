@@ -15,7 +15,7 @@ from cute_kernels.internode.sending import word_of
 from cute_kernels.internode.wire import copy_by_warp
 from cute_kernels.launch import Kernel, RankArgs
 from cute_kernels.marks import NUMBER_BITS
-from cute_kernels.views import Ints, Rows
+from cute_kernels.views import Ints, Records
 
 WARPS, MOST_BLOCKS = 2, 2
 BATCH_ROWS = 3
@@ -101,7 +101,7 @@ class Batches(Kernel):
                 rows = Int32(BATCH_ROWS)
             word = ranks.offsets("words").at(ranks.rank, batch)
             if rows > 0:
-                given = Rows(args.x, row_bytes, problem.max_tokens).at(peer, first)
+                given = Records(args.x, row_bytes, problem.max_tokens).at(peer, first)
                 here = ranks.offsets("outgoing").at(block * WARPS + warp)
                 copy_by_warp(ranks.own + here, given, rows * row_bytes)
                 there = ranks.offsets("incoming").at(ranks.rank, first)
@@ -124,7 +124,7 @@ class Batches(Kernel):
                 more = Int32(0)
                 if found >= 0:
                     rows = found & (LAST - 1)
-                    to = Rows(args.out, row_bytes, problem.max_tokens).at(source, batch * BATCH_ROWS)
+                    to = Records(args.out, row_bytes, problem.max_tokens).at(source, batch * BATCH_ROWS)
                     copy_by_warp(to, ranks.view("incoming").at(source, batch * BATCH_ROWS), rows * row_bytes)
                     total += rows
                     more = Int32((found & LAST) == 0)

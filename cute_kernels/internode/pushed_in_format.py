@@ -10,7 +10,7 @@ from .. import sync
 from ..copies import nth_bit, pop_lowest
 from ..ids import warp_id
 from ..quantized_sums import SumSlices, add_slice, store_slice
-from ..views import Rows
+from ..views import Records
 
 
 @cute.jit
@@ -24,7 +24,7 @@ def add_pushed_in_format(
     slices = wire.plain.slices
     acc = cute.make_rmem_tensor((wire.plain.values,), Float32)
     rows = ranks.view("rows", nbytes=wire.row_bytes)
-    pushed = Rows(rows.at(slot * p.most_copies * p.max_tokens + first_token), wire.row_bytes)
+    pushed = Records(rows.at(slot * p.most_copies * p.max_tokens + first_token), wire.row_bytes)
     for item in cutlass.range(Int32(warp_id()), Int32(arch.popc(mask)) * slices, threads // 32):
         row = item // slices
         piece = item - row * slices
@@ -37,4 +37,4 @@ def add_pushed_in_format(
             copy, copies = pop_lowest(copies)
             at = pushed.at(copy * p.max_tokens + token) + piece * wire.slice_bytes
             add_slice(wire, at, last, acc)
-        store_slice(wire, acc, Rows(to, wire.row_bytes).at(row) + piece * wire.slice_bytes, last)
+        store_slice(wire, acc, Records(to, wire.row_bytes).at(row) + piece * wire.slice_bytes, last)

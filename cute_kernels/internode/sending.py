@@ -22,7 +22,7 @@ from ..domains import on_rail, position_of, rank_at, slot_there
 from ..experts import holder_of
 from ..ids import thread_id, warp_id
 from ..marks import has_number, with_number
-from ..views import Ints, Rows, Vectors
+from ..views import Ints, Records, Vectors
 
 VECTORS = 4
 """How many vectors of a batch a thread loads before it stores them."""
@@ -126,7 +126,7 @@ def copy_rows(
         words = []
         for i in range_constexpr(VECTORS):
             token, at = vector_of(row_bytes, mask, numbers[i])
-            words.append(ptx.ld_v4(Rows(source, row_bytes).at(token) + at))
+            words.append(ptx.ld_v4(Records(source, row_bytes).at(token) + at))
         for i in range_constexpr(VECTORS):
             Vectors(to)[numbers[i]] = words[i]
 
@@ -163,8 +163,8 @@ def send_weights(
     slot = Int32(warp_id()) + 1
     while slot < p.num_domains and ranks.goes_on:
         to = slot_there(ranks, slot)
-        there = Rows(ranks.offsets("weights_in").part(to - 1).base, each).at(first)
-        here = Rows(ranks.offsets("weights").base, each).at(first)
+        there = Records(ranks.offsets("weights_in").part(to - 1).base, each).at(first)
+        here = Records(ranks.offsets("weights").base, each).at(first)
         word = word_at(ranks, "weighed", to, tile)
         nbytes = cutlass.max(end - first, 0) * each
         p.wire.put_signal(ranks, on_rail(ranks, slot), there, here, nbytes, word, word_of(ranks, 0))

@@ -21,7 +21,7 @@ from ..experts import holder_of
 from ..heap import Problem
 from ..ids import warp_id
 from ..quantized_sums import SumSlices
-from ..views import Floats, Ints, Rows, Vectors
+from ..views import Floats, Ints, Records, Vectors
 from .pushed_in_format import add_pushed_in_format
 from .sending import batches_of, copy_rows, offset_of_batch, put_batch, row_in, vector_of, word_at, word_of
 
@@ -90,15 +90,15 @@ def ask(
         batch += step
 
 
-class Request(NamedTuple):
+class SumRequest(NamedTuple):
     """What an owner asks for of a batch, by the number of the token in the batch."""
 
     masks: Ints  # copies that have rows, as bits
     ids: Ints  # [token, k] experts that the token names
 
 
-def request_at(ranks: sync.Ranks, address: Int64) -> Request:
-    return Request(Ints(address), Ints(address + ranks.heap.masks_bytes, ranks.heap.problem.weights_each))
+def request_at(ranks: sync.Ranks, address: Int64) -> SumRequest:
+    return SumRequest(Ints(address), Ints(address + ranks.heap.masks_bytes, ranks.heap.problem.weights_each))
 
 
 @cute.jit
@@ -250,7 +250,7 @@ def add_pushed(
             words: list[Any] = []
             for u in range_constexpr(VECTORS):
                 # For a token with fewer copies than another one, the last is loaded again and not added.
-                copies = Rows(addresses[u], p.row_bytes)
+                copies = Records(addresses[u], p.row_bytes)
                 words.extend(ptx.ld_v4(copies.at((slot * p.most_copies + copy[u]) * p.max_tokens)))
             found = ptx.unpack(words, p.dtype)
             each = values // VECTORS

@@ -27,7 +27,7 @@ from ..domains import is_near
 from ..experts import holder_of
 from ..ids import block_ids, warp_id
 from ..rows import Width
-from ..views import Rows
+from ..views import Records
 from .bundled import first_of, number_sums
 from .combine_sender import BATCH, CombineSender, LatencyCombineArgs, report_bad_row
 from .far import Order, await_far, end, have_put, order_of
@@ -148,7 +148,7 @@ class LatencyCombine(CombineSender):
             now = by_mark(ranks)
             address = part_of(now.view("lines").base, packet, lane)
             if const_expr(p.num_domains == 1):
-                address = Rows(address, self.row_stride).at(token)
+                address = Records(address, self.row_stride).at(token)
             for i in range_constexpr(self.values):
                 acc[i] = Float32(0.0)
             if const_expr(p.num_domains > 1):
@@ -166,11 +166,11 @@ class LatencyCombine(CombineSender):
             if item + share.step >= args.tokens * count:
                 self.end_waits(share.warp)
             if const_expr(self.format != ""):
-                store_sums(Width(p.hidden_size, p.dtype), acc, packet, lane, Rows(args.out, p.row_bytes).at(token))
+                store_sums(Width(p.hidden_size, p.dtype), acc, packet, lane, Records(args.out, p.row_bytes).at(token))
             else:
                 packed = ptx.pack([acc[i] for i in range(self.values)], p.dtype)
                 offset = packet * PAYLOAD_BYTES + lane_offset(lane)
-                store_payload(packed, lane, Rows(args.out, p.row_bytes).at(token), offset, p.row_bytes)
+                store_payload(packed, lane, Records(args.out, p.row_bytes).at(token), offset, p.row_bytes)
             item += share.step
         self.trigger_dependents(share.warp)
         # Reported behind the loop, in which registers are scarce.
@@ -301,7 +301,7 @@ class LatencyCombine(CombineSender):
                         waiting = waiting | (1 << u)
 
             def address_of(u: int, first: Int32 = first) -> Int64:
-                return Rows(address, self.row_stride).at(arch.shuffle_sync(order.line, first + u))
+                return Records(address, self.row_stride).at(arch.shuffle_sync(order.line, first + u))
 
             def gives_up(start: Int64, u: Int32, first: Int32 = first) -> Boolean:
                 peer = arch.shuffle_sync(order.holder, first + u)

@@ -32,7 +32,7 @@ from ..ids import block_ids, thread_id, warp_id
 from ..segments import padded
 from ..swizzled import Begins
 from ..token_major import clear_choices
-from ..views import Rows, Vectors
+from ..views import Records, Vectors
 from .bundled import first_of, number_of, number_rows
 from .dispatch_sender import DispatchSender, LatencyDispatchArgs
 from .far import await_far, end, have_put
@@ -374,7 +374,7 @@ class LatencyDispatch(DispatchSender):
         if const_expr(self.format != ""):
             return row_words(self.delivery.form, self.given, False, ranks, args, token, packet, lane)
         vector = cutlass.min((packet * PAYLOAD_VECTORS + lane_vector(lane)) * 16, p.row_bytes - 16)
-        return ptx.ld_v4(Rows(args.x, p.row_bytes).at(token) + vector)
+        return ptx.ld_v4(Records(args.x, p.row_bytes).at(token) + vector)
 
     @cute.jit
     def store_on_arrival(
@@ -445,7 +445,7 @@ class LatencyDispatch(DispatchSender):
             while left != 0:
                 k, left = pop_lowest(left)
                 row = arch.shuffle_sync(batch.rows[u], k)
-                store_payload(words, lane, Rows(args.recv_x, p.row_bytes).at(row), offset, p.row_bytes)
+                store_payload(words, lane, Records(args.recv_x, p.row_bytes).at(row), offset, p.row_bytes)
 
     @cute.jit
     def await_rows(

@@ -20,7 +20,7 @@ from ..delivery import Delivery
 from ..domains import is_near
 from ..experts import holder_of
 from ..launch import Kernel, RankArgs
-from ..views import Floats, Ints, Rows
+from ..views import Floats, Ints, Records
 from .bundled import bundle_of, bundles, tokens_for
 from .far import FarTarget, far_rank, put_packets
 from .packets import WarpShare, Words, lane_vector, part_of, seal, st_line
@@ -238,7 +238,7 @@ class DispatchSender(SplitOperation, Kernel):
         if const_expr(self.format != ""):
             return row_words(self.delivery.form, self.given, self.weights, ranks, args, token, packet, lane)
         offset = (packet * PAYLOAD_VECTORS + lane_vector(lane)) * 16
-        got = ptx.ld_v4(Rows(args.x, p.row_bytes).at(token) + cutlass.min(offset, p.row_bytes - 16))
+        got = ptx.ld_v4(Records(args.x, p.row_bytes).at(token) + cutlass.min(offset, p.row_bytes - 16))
         w0, w1, w2, w3 = got[0], got[1], got[2], got[3]
         if const_expr(self.weights):
             if (packet + 1) * PAYLOAD_BYTES > p.row_bytes:

@@ -19,7 +19,7 @@ from .. import operation, ptx, sync
 from ..copies import Copies, RankSet, below, lowest, set_of
 from ..domains import position_of
 from ..heap import EPOCH, TICKET
-from ..views import Rows
+from ..views import Records
 from .packets import THREADS, WARPS, WarpShare, Words, part_of, seal, st_line
 from .sizes import PACKET_BYTES
 
@@ -44,8 +44,8 @@ def put_far(ranks: sync.Ranks, area: cutlass.Constexpr[str], to: FarTarget, plac
     """By the whole block that has stored `count` packets in the send area, from index `place` on."""
     # Warps may not agree on whether this rank has given up.
     if ptx.barrier_count(1 - Int32(ranks.goes_on)) == 0:
-        there = Rows(ranks.offsets(area).base, to.stride).at(to.number)
-        here = Rows(ranks.offsets(f"{area}_out").base, to.stride).at(place)
+        there = Records(ranks.offsets(area).base, to.stride).at(to.number)
+        here = Records(ranks.offsets(f"{area}_out").base, to.stride).at(place)
         word = ranks.offsets(f"{area}_words").at(to.number)
         wire = ranks.heap.problem.wire
         wire.put_signal_by_block(ranks, THREADS, to.rank, there, here, count * PACKET_BYTES, word, ranks.mark)
@@ -58,7 +58,7 @@ def put_packets(
 ) -> None:  # fmt: skip
     """By a whole block: seals `count` packets, `words_of(packet)`, into the send area from index `place` on, and puts
     them."""
-    first = Rows(ranks.view(f"{area}_out").base, to.stride).at(place)
+    first = Records(ranks.view(f"{area}_out").base, to.stride).at(place)
     for packet in cutlass.range(share.warp, count, WARPS):
         words = seal(words_of(packet), share.lane, ranks.mark)
         store_far(ranks, part_of(first, packet, share.lane), words)

@@ -19,7 +19,7 @@ from ..delivery import Arrived, Delivery
 from ..formats import Form
 from ..quantize import decode, encode, exact_scale, given_word, largest, of_group, scale_of
 from ..sync import Ranks
-from ..views import Bytes, Rows
+from ..views import Records, Uint8s
 from .packets import Words, lane_offset, lane_vector, marks, store_payload
 
 VECTORS = 28
@@ -61,7 +61,7 @@ def row_words(
     words = cute.make_rmem_tensor((4,), Uint32)
     if const_expr(given):
         vector = cutlass.min(packet * VECTORS + mine, last)
-        got = ptx.ld_v4(Rows(args.x, p.hidden_size).at(token) + vector * 16)
+        got = ptx.ld_v4(Records(args.x, p.hidden_size).at(token) + vector * 16)
         for i in range_constexpr(4):
             words[i] = got[i]
             if mine == SCALES:
@@ -70,7 +70,7 @@ def row_words(
                     for j in range_constexpr(4):
                         column = packet * blocks_of(form) + 4 * i + j
                         if 4 * i + j < blocks_of(form) and column < form.scales:
-                            byte = Bytes(Rows(args.scales, form.scales).at(token))[column]
+                            byte = Uint8s(Records(args.scales, form.scales).at(token))[column]
                             words[i] = words[i] | (Uint32(byte) << (8 * j))
                 else:
                     column = first * 16 // form.block + i
@@ -81,7 +81,7 @@ def row_words(
         parts = p.itemsize  # 16 bytes each
         numbers = cute.make_rmem_tensor((4 * parts,), Uint32)
         for part in range_constexpr(parts):
-            got = ptx.ld_v4(Rows(args.x, p.row_bytes).at(token) + (vector * parts + part) * 16)
+            got = ptx.ld_v4(Records(args.x, p.row_bytes).at(token) + (vector * parts + part) * 16)
             for i in range_constexpr(4):
                 numbers[4 * part + i] = got[i]
         amax = of_group(largest(numbers, 0, 4 * parts, p.dtype), form.block // 16)
@@ -143,12 +143,12 @@ def store_row(
         row = arch.shuffle_sync(rows, lowest(left))
         left = left & (left - 1)
         if const_expr(delivery.layout != ""):
-            store_payload(words, lane, Rows(to.rows, p.hidden_size).at(row), offset, p.hidden_size)
+            store_payload(words, lane, Records(to.rows, p.hidden_size).at(row), offset, p.hidden_size)
             at = delivery.scales_at(to, row)
             if holds:
                 delivery.store_scale(at, column, mine)
         elif offset < p.hidden_size:
-            out = Rows(to.rows, p.row_bytes).at(row) + offset * p.itemsize
+            out = Records(to.rows, p.row_bytes).at(row) + offset * p.itemsize
             for i in range_constexpr(0, len(numbers), 4):
                 # Lanes with a mark have half as many codes.
                 if 8 * i < 4 * len(numbers) or not marks(lane):

@@ -10,7 +10,7 @@ from cutlass.cute import arch
 from .. import ptx
 from ..copies import pop_lowest
 from ..heap import RowSizes
-from ..views import Rows
+from ..views import Records
 
 
 @cute.jit
@@ -35,7 +35,7 @@ def add_rows(
         for b in range_constexpr(batch):
             if loading != 0:
                 k, loading = pop_lowest(loading)
-                at = Rows(args.y, sizes.row_bytes).at(arch.shuffle_sync(row, k)) + offset
+                at = Records(args.y, sizes.row_bytes).at(arch.shuffle_sync(row, k)) + offset
                 for u in range_constexpr(vectors):
                     got = ptx.ld_v4(at + 16 * u)
                     for i in range_constexpr(4):
@@ -62,4 +62,4 @@ def fetch_rows(
         left = left & (left - 1)
     while left != 0:
         k, left = pop_lowest(left)
-        ptx.prefetch(Rows(args.y, sizes.row_bytes).at(arch.shuffle_sync(row, k)) + offset)
+        ptx.prefetch(Records(args.y, sizes.row_bytes).at(arch.shuffle_sync(row, k)) + offset)

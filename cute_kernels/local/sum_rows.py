@@ -17,7 +17,7 @@ from cutlass.cute import arch
 from .. import ptx
 from ..copies import pop_lowest
 from ..ids import warp_id
-from ..views import Floats, Ints, Rows
+from ..views import Floats, Ints, Records
 from .row_pieces import WARPS, RowPieces
 
 
@@ -66,8 +66,8 @@ class SumRows(RowPieces):
         words = self.nothing()
         index = args.indices[row]
         if index >= 0:
-            self.load(Rows(args.x, self.width.row_bytes).at(index), first, words)
-        self.store(Rows(args.out, self.width.row_bytes).at(row), first, words)
+            self.load(Records(args.x, self.width.row_bytes).at(index), first, words)
+        self.store(Records(args.out, self.width.row_bytes).at(row), first, words)
 
     @cute.jit
     def add_up(self, args: SumRowsArgs, row: Int32, first: Int32) -> None:
@@ -91,12 +91,12 @@ class SumRows(RowPieces):
         words = cute.make_rmem_tensor((4 * self.ahead,), Uint32)
         for i in range_constexpr(4 * self.ahead):
             words[i] = packed[i]
-        self.store(Rows(args.out, self.width.row_bytes).at(row), first, words)
+        self.store(Records(args.out, self.width.row_bytes).at(row), first, words)
 
     @cute.jit
     def add(self, args: SumRowsArgs, index: Int32, weight: Float32, first: Int32, sums: Any) -> None:
         words = self.nothing()
-        self.load(Rows(args.x, self.width.row_bytes).at(index), first, words)
+        self.load(Records(args.x, self.width.row_bytes).at(index), first, words)
         values = ptx.unpack([words[i] for i in range(4 * self.ahead)], self.dtype)
         for i in range_constexpr(self.numbers):
             term = ptx.mul_rn(values[i], weight) if const_expr(self.weighted) else values[i]

@@ -25,7 +25,7 @@ from ..delivery import Arrived, Delivery
 from ..ids import warp_id
 from ..quantize import encode, largest, numbers_of, of_group, scale_of, store_codes
 from ..segments import inclusive_sum, padded
-from ..views import Floats, Ints, Rows
+from ..views import Floats, Ints, Records
 from .row_pieces import WARPS, RowPieces
 
 
@@ -110,7 +110,7 @@ class SwiGLURows(RowPieces):
         if const_expr(self.backward):
             self.give_back(args, row, kept, first)
         elif const_expr(self.format == ""):
-            self.store(Rows(args.out, self.width.row_bytes).at(row), first, self.made(args, row, kept, first))
+            self.store(Records(args.out, self.width.row_bytes).at(row), first, self.made(args, row, kept, first))
         else:
             to = Arrived(args.out, Floats(Int64(0)), args.scales, args.num_rows, args.slots)
             if kept:
@@ -126,11 +126,11 @@ class SwiGLURows(RowPieces):
         for i in range_constexpr((3 if self.backward else 2) * each):
             words[i] = Uint32(0)
         if kept:
-            x = Rows(args.x, 2 * self.width.row_bytes).at(row)
+            x = Records(args.x, 2 * self.width.row_bytes).at(row)
             self.load(x, first, words, 0)
             self.load(x + self.width.row_bytes, first, words, each)
             if const_expr(self.backward):
-                self.load(Rows(args.grad, self.width.row_bytes).at(row), first, words, 2 * each)
+                self.load(Records(args.grad, self.width.row_bytes).at(row), first, words, 2 * each)
         return words
 
     @cute.jit
@@ -165,7 +165,7 @@ class SwiGLURows(RowPieces):
             for i in range_constexpr(4):
                 of_gates[4 * u + i] = packed_gates[i]
                 of_ups[4 * u + i] = packed_ups[i]
-        out = Rows(args.out, 2 * self.width.row_bytes).at(row)
+        out = Records(args.out, 2 * self.width.row_bytes).at(row)
         self.store(out, first, of_gates)
         self.store(out + self.width.row_bytes, first, of_ups)
 
@@ -216,10 +216,10 @@ class SwiGLURows(RowPieces):
                 of_gates[4 * u + i] = packed[0][i]
                 of_ups[4 * u + i] = packed[1][i]
                 made[4 * u + i] = packed[2][i]
-        out = Rows(args.out, 2 * self.width.row_bytes).at(row)
+        out = Records(args.out, 2 * self.width.row_bytes).at(row)
         self.store(out, first, of_gates)
         self.store(out + self.width.row_bytes, first, of_ups)
-        self.store(Rows(args.made, self.width.row_bytes).at(row), first, made)
+        self.store(Records(args.made, self.width.row_bytes).at(row), first, made)
         return dot
 
     def numbers(self, words: Any, vector: int) -> Sequence[Float32]:
@@ -229,7 +229,7 @@ class SwiGLURows(RowPieces):
     def quantize(self, to: Arrived, row: Int32, first: Int32, words: Any) -> None:
         delivery, form, dtype = self.delivery, self.delivery.form, self.dtype
         lanes = form.block // numbers_of(dtype)  # that hold a block
-        codes_at, scales_at = Rows(to.rows, self.hidden_size).at(row), delivery.scales_at(to, row)
+        codes_at, scales_at = Records(to.rows, self.hidden_size).at(row), delivery.scales_at(to, row)
         for u in range_constexpr(self.ahead):
             vector = first + u * 32
             stored, inverse = scale_of(form.kind, of_group(largest(words, 4 * u, 4, dtype), lanes))

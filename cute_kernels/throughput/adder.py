@@ -19,7 +19,7 @@ from ..copies import lowest
 from ..internode.sums import CLOSES, FAR, OPENS
 from ..quantized_sums import SumSlices, numbers_at, quantize_sum, scale_at, store_slice
 from ..slices import Slices
-from ..views import Rows
+from ..views import Records
 from .outbox import Outbox, close, post
 from .pipeline import Items, run
 from .ring import Ring
@@ -155,12 +155,12 @@ class Adding:
         if const_expr(self.extra):
             if k == 32:
                 base, number = state.rows.extra, code
-        source = Rows(base, shape.row_bytes).at(number)
+        source = Records(base, shape.row_bytes).at(number)
         if const_expr(self.mixes):
             offset, length = piece * shape.piece_bytes, Int32(shape.bytes_of(piece))
             if k == 32 or (self.own and k < OTHER_LANE):
                 mark = mark | PLAIN
-                source = Rows(base, self.slices.row_bytes).at(number)
+                source = Records(base, self.slices.row_bytes).at(number)
                 offset = piece * self.slices.slice_bytes
                 length = cutlass.min(self.slices.row_bytes - offset, self.slices.slice_bytes)
         note = state.warp * shape.stages + stage

@@ -53,7 +53,7 @@ from ..launch import RankArgs
 from ..quantized_sums import SumSlices
 from ..rows import zero_row
 from ..slices import Slices
-from ..views import Floats, Ints, Rows
+from ..views import Floats, Ints, Records
 from .adder import OTHER_LANE, Adding, Notes, RowBases, add_items
 from .outbox import close, deliver, new_outbox, post
 from .pipeline import Items, deal_out
@@ -385,7 +385,7 @@ class Combine(SlicedKernel):
     ) -> tuple[Any, Int64]:
         """By a whole warp: return the bit mask of the rows to add, with the residual as one more, which is added last,
         and the address of the token's sum. If there is nothing to add, the sum is set to zeros."""
-        target = Rows(args.out, self.problem.row_bytes).at(token)
+        target = Records(args.out, self.problem.row_bytes).at(token)
         rows = held
         if const_expr(self.residual):
             rows = Int64(held) & 0xFFFFFFFF

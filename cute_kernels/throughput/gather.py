@@ -24,7 +24,7 @@ from ..experts import holder_of
 from ..heap import CLAIMS, Heap
 from ..ids import block_ids, warp_id
 from ..launch import RankArgs
-from ..views import Ints, Rows, Words
+from ..views import Ints, Records, Words
 from .pipeline import deal_out, run
 from .ring import Ring, SlicedKernel, init_ring_barriers
 
@@ -204,7 +204,7 @@ class Gather(SlicedKernel):
         lane = arch.lane_idx()
         token, piece = item // shape.pieces, item % shape.pieces
         at = piece * shape.piece_bytes
-        target = Rows(args.out, p.row_bytes).at(token) + at
+        target = Records(args.out, p.row_bytes).at(token) + at
         row = given_row(ranks, row, args.num_rows)
         holder = Int32(-1)
         if row >= 0:
@@ -225,7 +225,7 @@ class Gather(SlicedKernel):
         # Lane 0 has read the order of the item before.
         arch.sync_warp()
         if row >= 0:
-            address = Rows(ptx.ld_constant(args.bases.at(holder)), p.row_bytes).at(row) + at
+            address = Records(ptx.ld_constant(args.bases.at(holder)), p.row_bytes).at(row) + at
             (order + position).store(address + mark)
         arch.sync_warp()
         if held == 0:

@@ -35,7 +35,7 @@ from ..heap import RING_BYTES, SHARED_BYTES, Heap
 from ..ids import block_ids, thread_id, warp_id
 from ..internode.sending import BatchFiller, copy_rows, relay, row_in, send_rows, send_weights
 from ..launch import Kernel, RankArgs
-from ..views import Floats, Ints, Rows
+from ..views import Floats, Ints, Records
 from .placing import finish_tile, new_tables, number_of_weight, place_tile, place_weights
 from .push import Pushing
 from .ring import RingShape
@@ -174,12 +174,12 @@ class Publish(Kernel):
         p = self.problem
         first = batch * p.batch_tokens
         if const_expr(self.format == ""):
-            copy_rows(THREADS, mask, to, Rows(args.x, p.row_bytes).at(first), p.row_bytes)
+            copy_rows(THREADS, mask, to, Records(args.x, p.row_bytes).at(first), p.row_bytes)
         else:
             form = Form(self.format, p.hidden_size)
             for token in cutlass.range(warp_id(), p.batch_tokens, THREADS // 32):
                 if (mask >> token) & 1 != 0:
-                    row = Rows(to, form.staged_bytes).at(row_in(mask, token))
+                    row = Records(to, form.staged_bytes).at(row_in(mask, token))
                     quantize_row(form, self.given, ranks, args, first + token, row)
 
     @cute.jit

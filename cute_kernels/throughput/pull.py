@@ -33,7 +33,7 @@ from ..ids import thread_id, warp_id
 from ..launch import Kernel, RankArgs
 from ..quantize import decode, exact_scale, numbers_of
 from ..swizzled import Begins
-from ..views import Floats, Ints, Rows
+from ..views import Floats, Ints, Records
 from .pipeline import deal_out, run
 from .ring import MAX_PIECE, Ring, RingShape, init_ring_barriers
 from .staged import SegmentEnds, await_rows, clear_padding, new_known, source_row
@@ -264,7 +264,7 @@ class Pull(Kernel):
         if const_expr(self.format == "" or self.layout != ""):
             if row >= 0:
                 piece = row % shape.pieces
-                at = Rows(to.rows, self.delivery.row_bytes).at(row // shape.pieces) + piece * shape.piece_bytes
+                at = Records(to.rows, self.delivery.row_bytes).at(row // shape.pieces) + piece * shape.piece_bytes
                 nbytes = shape.bytes_of(piece)
                 if const_expr(self.format != ""):
                     nbytes = self.delivery.row_bytes
@@ -292,7 +292,7 @@ class Pull(Kernel):
             left = left & (left - 1)
             at, step = delivery.scales_at(to, mine)
             for i in cutlass.range(lane, delivery.units, 32):
-                delivery.store_unit(Rows(at, step).at(i), delivery.staged_unit(words, i))
+                delivery.store_unit(Records(at, step).at(i), delivery.staged_unit(words, i))
 
     @cute.jit
     def store_numbers(self, staged: Any, row: Int32, to: Arrived) -> None:
@@ -318,4 +318,4 @@ class Pull(Kernel):
                 mine = arch.shuffle_sync(row, lowest(left))
                 left = left & (left - 1)
                 if inside:
-                    ptx.st_v4(Rows(to.rows, p.row_bytes).at(mine) + at * p.itemsize, numbers)
+                    ptx.st_v4(Records(to.rows, p.row_bytes).at(mine) + at * p.itemsize, numbers)

@@ -21,7 +21,7 @@ from ..delivery import Arrived, Delivery
 from ..heap import CLAIMS, Heap
 from ..ids import block_ids, warp_id
 from ..launch import RankArgs
-from ..views import Floats, Ints, Rows
+from ..views import Floats, Ints, Records
 from .adder import Notes
 from .pipeline import deal_out, run
 from .ring import Ring, SlicedKernel, init_ring_barriers
@@ -177,7 +177,7 @@ class PullScaled(SlicedKernel):
                 (notes.weights + note).store(factor)
                 (notes.codes + note).store(piece)
                 (notes.targets + note).store(source)
-                at = Rows(args.y, self.problem.row_bytes).at(source) + piece * shape.piece_bytes
+                at = Records(args.y, self.problem.row_bytes).at(source) + piece * shape.piece_bytes
                 ring.load(stage, at, shape.bytes_of(piece))
         else:
             piece += 1
@@ -208,7 +208,7 @@ class PullScaled(SlicedKernel):
             factor = (notes.weights + note).load()
             # The last slice of a row may be short: its end is that of the row.
             behind = p.row_bytes - of_piece * shape.piece_bytes
-            to = Rows(args.grad_y, p.row_bytes).at(of_row) + of_piece * shape.piece_bytes + lane * 16
+            to = Records(args.grad_y, p.row_bytes).at(of_row) + of_piece * shape.piece_bytes + lane * 16
             partial = Float32(0.0)
             for u in range_constexpr(slices.vectors):
                 grads = ptx.unpack([g[4 * u + i] for i in range(4)], slices.dtype)

@@ -20,7 +20,7 @@ from .. import sync
 from ..experts import local_experts
 from ..heap import PUSHES, Problem
 from ..ids import warp_id
-from ..views import Rows
+from ..views import Records
 from .outbox import Outbox, close, deliver, new_outbox, post
 from .pipeline import deal_out, run
 from .ring import BOOKKEEPING, MAX_PIECE, Ring, RingShape, init_ring_barriers
@@ -104,7 +104,7 @@ class Pushing:
         if arch.vote_any_sync(row >= 0 and expert >= first and expert < end):
             left = Int32(self.ring.pieces)
         slot = slot_of_row(p, ranks.rank, token)
-        source, target = Rows(args.x, p.row_bytes).at(token), ranks.view("rows", ranks.peer(peer)).at(slot)
+        source, target = Records(args.x, p.row_bytes).at(token), ranks.view("rows", ranks.peer(peer)).at(slot)
         return PushJob(left, source, target, peer * (p.world_size * p.max_tokens) + slot)
 
     def left(self, job: PushJob) -> Boolean:

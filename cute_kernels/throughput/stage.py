@@ -19,7 +19,7 @@ from ..copies import pop_lowest
 from ..domains import neighbor
 from ..heap import CHUNK_BYTES, Problem
 from ..ids import thread_id, warp_id
-from ..views import Rows
+from ..views import Records
 from .ring import Ring, RingShape, init_ring_barriers
 from .route import THREADS
 
@@ -67,7 +67,7 @@ def stage(
         chunk = warp * copiers + copier
         while chunk * problem.chunk_tokens < tokens:
             # Offsets in x and in staging.
-            at, all_rows = Rows(Int64(0), shape.row_bytes).at(chunk), Rows(Int64(0), problem.row_bytes).at(tokens)
+            at, all_rows = Records(Int64(0), shape.row_bytes).at(chunk), Records(Int64(0), problem.row_bytes).at(tokens)
             end = cutlass.min(at + shape.row_bytes, all_rows)
             while at < end:
                 nbytes = Int32(cutlass.min(end - at, Int64(shape.piece_bytes)))

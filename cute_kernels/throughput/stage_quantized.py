@@ -17,7 +17,7 @@ from ..formats import Form
 from ..heap import Problem
 from ..ids import warp_id
 from ..quantize import encode, given_word, largest, numbers_of, of_group, scale_of, store_codes
-from ..views import Ints, Rows, Vectors
+from ..views import Ints, Records, Vectors
 from .route import THREADS
 
 AHEAD = 4
@@ -83,9 +83,9 @@ def quantize_part(
     if const_expr(given):
         copy_part(form, ranks, args, token, row, part)
     elif const_expr(form.whole_row):
-        quantize_whole(form, problem, Rows(args.x, problem.row_bytes).at(token), row)
+        quantize_whole(form, problem, Records(args.x, problem.row_bytes).at(token), row)
     else:
-        quantize_blocks(form, problem, Rows(args.x, problem.row_bytes).at(token), row, part)
+        quantize_blocks(form, problem, Records(args.x, problem.row_bytes).at(token), row, part)
 
 
 @cute.jit
@@ -172,7 +172,7 @@ def copy_part(
     words = cute.make_rmem_tensor((4 * AHEAD,), Uint32)
     first = part * (32 * AHEAD)
     to, scales = Vectors(row), Ints(row + form.hidden_size)
-    load(Rows(args.x, form.hidden_size).at(token), first, vectors, words)
+    load(Records(args.x, form.hidden_size).at(token), first, vectors, words)
     for u in range_constexpr(AHEAD):
         vector = first + u * 32 + lane
         if vector < vectors:

@@ -15,7 +15,7 @@ from ..heap import Problem
 from ..ids import thread_id
 from ..internode.sending import row_in
 from ..segments import padded
-from ..views import Ints, Rows
+from ..views import Ints, Records
 from .push import slot_of_row
 
 
@@ -95,14 +95,14 @@ def source_row(
             base = ranks.view("rows", nbytes=nbytes).at(slot_of_row(ranks.heap.problem, source, Int32(0)))
         else:
             base = ranks.view("rows", ranks.peer(source)).base
-    at = Rows(base, nbytes).at(token)
+    at = Records(base, nbytes).at(token)
     if const_expr(ranks.heap.problem.num_domains > 1):
         slot = slot_of(ranks, source)
         if slot > 0:
             batch = token // ranks.heap.problem.batch_tokens
             row = row_in(ready >> 1, token - batch * ranks.heap.problem.batch_tokens)
             rows = ranks.peer(stager_of(ranks, source)) + ranks.offsets("rows_in").at(slot - 1, batch)
-            at = Rows(rows, nbytes).at(row)
+            at = Records(rows, nbytes).at(row)
     return at
 
 
