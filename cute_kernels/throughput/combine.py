@@ -102,9 +102,9 @@ class Combine(SlicedKernel):
 
     NAME, Args, WARPS = "ep_combine", ThroughputCombineArgs, 15
 
-    rows: bool
-    weighted: bool
-    scalars: bool
+    rows: bool = False
+    weighted: bool = False
+    scalars: bool = False
     residual: bool = False
     token_major: bool = False
     format: str = ""

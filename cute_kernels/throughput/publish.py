@@ -80,10 +80,10 @@ class Publish(Kernel):
     NAME, Args = "ep_publish", PublishArgs
     TOKEN_MAJOR: ClassVar[bool] = False
 
-    route: bool
-    rows: bool
-    weights: bool
-    ends_operation: bool
+    route: bool = False
+    rows: bool = False
+    weights: bool = False
+    ends_operation: bool = False
     format: str = ""
     given: bool = False
     pushes: bool = False

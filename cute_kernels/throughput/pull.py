@@ -78,9 +78,9 @@ class Pull(Kernel):
 
     NAME, Args = "ep_pull", PullArgs
 
-    weights: bool
-    begins_operation: bool
-    placed: bool
+    weights: bool = False
+    begins_operation: bool = False
+    placed: bool = False
     joins: bool = False
     format: str = ""
     layout: str = ""

@@ -183,8 +183,8 @@ class Launcher(launcher.Launcher):
         current = torch.cuda.current_stream(self.device)
         return current if raw == current.cuda_stream else torch.cuda.ExternalStream(raw, self.device)
 
-    def get(self, kernel: Any, *variant: Any) -> Any:
-        bind, mail = super().get(kernel, *variant), self.mail
+    def get(self, kernel: Any, **variant: Any) -> Any:
+        bind, mail = super().get(kernel, **variant), self.mail
         if mail is None or kernel in LATER:
             return bind
         return lambda terms, **numbers: functools.partial(self.launch, mail, kernel, bind(terms, **numbers))

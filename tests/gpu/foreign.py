@@ -61,7 +61,7 @@ class Foreign:
         self.end = torch.zeros(1, dtype=torch.int64, pin_memory=True)
 
     def take(self, blocks: int, shared: int, dependent: bool = False) -> None:
-        self.launcher.get(Spin, shared, dependent)(0, blocks=blocks)(self.end)
+        self.launcher.get(Spin, shared=shared, dependent=dependent)(0, blocks=blocks)(self.end)
 
     def __enter__(self) -> "Foreign":
         return self

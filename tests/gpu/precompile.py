@@ -45,7 +45,8 @@ class Wanted:
 
         from cute_kernels.heap import Problem
         from cute_kernels.latency.sizes import most_tokens
-        from ep_ops.backends.cute import latency, sizing, throughput
+        from ep_ops.backends.cute import sizing
+        from ep_ops.backends.cute.ahead import latency_kernels, throughput_kernels
         from ep_ops.config import default_experts
         from ep_ops.specs import DispatchSpec
 
@@ -53,15 +54,15 @@ class Wanted:
         dtype = sizing.DTYPES[config.get("dtype", torch.bfloat16)]
         tokens = config["max_tokens_per_rank"]
         problem = Problem(self.world_size, tuple(experts), config["top_k"], config["hidden_size"], dtype, tokens)
-        found = [k for k in throughput.kernels_of(problem) if not only or type(k).__name__ in only]
+        found = [k for k in throughput_kernels(problem) if not only or type(k).__name__ in only]
         if bound:
-            few = latency.kernels_of(problem, min(bound, most_tokens(problem)))
+            few = latency_kernels(problem, min(bound, most_tokens(problem)))
             found += [k for k in few if split or (k.send and k.receive)]
         for name, layout in formats:
             how = DispatchSpec("dispatch", "grouped", format=name, scales_as=layout)
-            found += throughput.kernels_of_format(problem, how)
+            found += throughput_kernels(problem, how)
             if how.latency and bound:
-                found += latency.kernels_of_format(problem, min(bound, most_tokens(problem)), how)
+                found += latency_kernels(problem, min(bound, most_tokens(problem)), how)
         self.kernels.update(dict.fromkeys(found))
 
 

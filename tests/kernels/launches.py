@@ -45,7 +45,7 @@ class Recorder:
         self.device, self.state = torch.device("cpu"), CallState()
         self.launched: list[tuple[Any, int, dict[str, Any]]] = []
 
-    def get(self, kernel: Any, *variant: Any) -> Callable[..., None]:
+    def get(self, kernel: Any, **variant: Any) -> Callable[..., None]:
         tensors, numbers = names(kernel.Args)
 
         def bind(terms: int, **values: Any) -> Callable[..., None]:
@@ -55,7 +55,7 @@ class Recorder:
                 assert len(given) <= len(tensors) and set(by_name) <= set(tensors[len(given) :])
                 on = {**dict(zip(tensors, given, strict=False)), **by_name}
                 assert all(value is None or isinstance(value, torch.Tensor) for value in on.values())
-                self.launched.append((kernel(self.problem, *variant), terms, {**on, **values}))
+                self.launched.append((kernel(self.problem, **variant), terms, {**on, **values}))
 
             return launch
 

@@ -90,7 +90,7 @@ class Launches(Recorder):
         super().__init__(PROBLEM, 132)
         self.on, self.raw, self.state = device, raw, device.state
 
-    def get(self, kernel: Any, *variant: Any) -> Any:
+    def get(self, kernel: Any, **variant: Any) -> Any:
         if kernel is Reject:
 
             def reject(terms: int, text: torch.Tensor) -> None:
@@ -98,7 +98,7 @@ class Launches(Recorder):
                 self.on.rejected.append((marks.unpack_rejection(marks.unpack(terms)[1].max_tokens)[1], *told(text)))
 
             return lambda terms, blocks: functools.partial(reject, terms)
-        bind = super().get(kernel, *variant)
+        bind = super().get(kernel, **variant)
 
         def bound(terms: int, **values: Any) -> Any:
             launch = bind(terms, **values)

@@ -20,7 +20,7 @@ from cute_kernels.latency import dispatch as latency_dispatch
 from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
-from ep_ops.backends.cute.throughput import kernels_of
+from ep_ops.backends.cute.ahead import throughput_kernels
 from ep_ops.config import consecutive_domains
 from ep_ops.group.topology import NEEDED_SHARED_BYTES
 
@@ -105,8 +105,9 @@ def test_few_tokens(kernel: Any, arch: str) -> None:
 
 def test_which_there_are() -> None:
     """Each kernel is of the domains and their wire; those that gather are not among them."""
-    kernels = kernels_of(LARGE)
+    kernels = throughput_kernels(LARGE)
     kinds = {type(kernel).__name__ for kernel in kernels}
     assert kinds == {"Publish", "PublishTokens", "Pull", "Combine", "PullScaled"}
-    assert len(kernels) == len(set(kernels)) < len(kernels_of(dataclasses.replace(LARGE, domains=(), wire=None)))
+    near = throughput_kernels(dataclasses.replace(LARGE, domains=(), wire=None))
+    assert len(kernels) == len(set(kernels)) < len(near)
     assert {kernel.problem for kernel in kernels} == {LARGE}

@@ -24,7 +24,7 @@ from cute_kernels.slices import Slices
 from cute_kernels.throughput.combine import Combine
 from ep_ops.backends.budget import Budget
 from ep_ops.backends.cute import latency
-from ep_ops.backends.cute import throughput as many
+from ep_ops.backends.cute.ahead import latency_kernels, throughput_kernels
 from ep_ops.backends.cute.backend import CuteBackend
 from ep_ops.backends.cute.outputs import Outputs
 from ep_ops.backends.cute.sm_model import OperationSms, TokenTraffic, default_budget
@@ -50,12 +50,12 @@ def test_throughput_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         for residual in (None, x):
             assert path.combine(y, weights, route_of(100), residual, MX).shape == x.shape
     launched = {kernel for kernel, _, _ in recorder.launched}
-    wanted = many.kernels_of_format(PROBLEM, row_format(Delivery(None, WIRE)))
+    wanted = throughput_kernels(PROBLEM, row_format(Delivery(None, WIRE)))
     assert launched == {kernel for kernel in wanted if isinstance(kernel, Combine)} and len(launched) == 4
     assert {marks.unpack(terms)[1].format for _, terms, _ in recorder.launched} == {MX}
     assert not any(
         isinstance(kernel, Combine)
-        for kernel in many.kernels_of_format(PROBLEM, row_format(Delivery(None, "e4m3/32/mx", "rows")))
+        for kernel in throughput_kernels(PROBLEM, row_format(Delivery(None, "e4m3/32/mx", "rows")))
     )
 
 
@@ -73,7 +73,7 @@ def test_latency_launches(two_domains: bool, monkeypatch: pytest.MonkeyPatch) ->
         path.send_combine(y, weights, route_of(8), MX)
         path.combine(y, weights, route_of(8), None, MX, send=False)
     launched = {kernel for kernel, _, _ in recorder.launched}
-    wanted = latency.kernels_of_format(problem, 64, row_format(Delivery(None, WIRE)))
+    wanted = latency_kernels(problem, 64, row_format(Delivery(None, WIRE)))
     assert launched == {kernel for kernel in wanted if isinstance(kernel, LatencyCombine)} and len(launched) == 6
     assert {marks.unpack(terms)[1].format for _, terms, _ in recorder.launched} == {MX}
     if not two_domains:

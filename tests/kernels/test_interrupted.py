@@ -135,9 +135,9 @@ def failing(path: Any, name: str, error: BaseException, launches: bool) -> None:
     """Have that kernel not be loaded, or not be launched."""
     get = path._kernel
 
-    def wrapped(kernel: Any, *variant: Any) -> Any:
+    def wrapped(kernel: Any, **variant: Any) -> Any:
         if kernel.__name__ != name:
-            return get(kernel, *variant)
+            return get(kernel, **variant)
         if not launches:
             raise error
         return lambda terms, **numbers: raises(error)
@@ -190,7 +190,7 @@ def test_between_rounds(backend: Any, device: Device, failures: Failures) -> Non
         number.append(kernel)
         if len(number) == 4:  # that of the route, Publish and Pull of the first round
             raise OOM
-        return get(kernel, *variant)
+        return get(kernel, **variant)
 
     backend.throughput._kernel = third
     with pytest.raises(torch.OutOfMemoryError):

@@ -33,8 +33,8 @@ def bench(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Complet
 def test_kernels_of_both_communicators_are_known_beforehand() -> None:
     pytest.importorskip("cutlass")
     from cute_kernels.latency.dispatch import LatencyDispatch
+    from ep_ops.backends.cute.ahead import throughput_kernels
     from ep_ops.backends.cute.backend import all_kernels
-    from ep_ops.backends.cute.throughput import kernels_of
 
     def kernels(latency_max_tokens: int | None) -> list:
         with Communicator(
@@ -44,7 +44,7 @@ def test_kernels_of_both_communicators_are_known_beforehand() -> None:
             return all_kernels(comm.config)
 
     fast, slow = kernels(None), kernels(0)
-    assert set(kernels_of(slow[0].problem)) < set(slow)
+    assert set(throughput_kernels(slow[0].problem)) < set(slow)
     assert set(slow) < set(fast) and any(isinstance(kernel, LatencyDispatch) for kernel in set(fast) - set(slow))
 
 

@@ -23,6 +23,7 @@ from cute_kernels.latency.combine import LatencyCombine
 from cute_kernels.latency.dispatch import LatencyDispatch
 from cute_kernels.latency.sizes import WARPS, packets
 from ep_ops.backends.cute import latency
+from ep_ops.backends.cute.ahead import latency_kernels
 from ep_ops.backends.cute.backend import CuteBackend
 from ep_ops.backends.cute.outputs import Outputs
 from ep_ops.config import consecutive_domains
@@ -66,7 +67,7 @@ def test_launches(path, recorder, max_tokens: int, weighted: bool) -> None:
     assert path.combine(recv_x, row_weights, route, send=False).shape == x.shape
 
     kernels = [kernel for kernel, _, _ in recorder.launched]
-    assert set(kernels) <= set(latency.kernels_of(recorder.problem, 256))
+    assert set(kernels) <= set(latency_kernels(recorder.problem, 256))
     assert [type(k) for k in kernels] == [
         LatencyDispatch,
         LatencyCombine,
@@ -111,9 +112,9 @@ def test_token_major_launches(name: str, weighted: bool, monkeypatch) -> None:
         assert values["alignment"] == 1 and values["slots"] == 0 and values["capacity"] == 48
     parts = [(kernel.send, kernel.receive, kernel.token_major) for kernel, _, _ in recorder.launched]
     assert parts == [(True, False, False), (False, True, True), (True, True, True)]
-    compiled = set(latency.kernels_of(problem, 256))
+    compiled = set(latency_kernels(problem, 256))
     if name:
-        compiled = set(latency.kernels_of_format(problem, 256, row_format(delivery)))
+        compiled = set(latency_kernels(problem, 256, row_format(delivery)))
     for kernel, terms, _ in recorder.launched:
         agreed = marks.unpack(terms)[1]
         assert kernel in compiled and agreed.kind == "dispatch" and agreed.token_major and agreed.latency
@@ -183,7 +184,7 @@ def test_formats_that_token_major_rows_do_not_have() -> None:
     """Have no kernels for them."""
     problem = Problem(2, (8,) * 2, 4, 128, "bf16", 512)
     for layout, there in (("rows", True), ("packed", False)):
-        found = latency.kernels_of_format(problem, 64, row_format(Delivery(None, "e4m3/128/pow2", layout)))
+        found = latency_kernels(problem, 64, row_format(Delivery(None, "e4m3/128/pow2", layout)))
         assert len(found) == len(set(found)) and any(kernel.token_major for kernel in found) == there
 
 

@@ -21,11 +21,11 @@ from cute_kernels.launch import RankArgs, gather, is_address, names
 from cute_kernels.throughput.pull import Pull
 from cute_kernels.views import View
 from ep_ops import symmetric
-from ep_ops.backends.cute import latency, launcher
-from ep_ops.backends.cute.throughput import kernels_of
+from ep_ops.backends.cute import launcher
+from ep_ops.backends.cute.ahead import latency_kernels, throughput_kernels
 from ep_ops.symmetric import nvshmem
 
-KERNELS = {type(kernel): kernel for kernel in [*kernels_of(PROBLEM), *latency.kernels_of(PROBLEM, 16)]}
+KERNELS = {type(kernel): kernel for kernel in [*throughput_kernels(PROBLEM), *latency_kernels(PROBLEM, 16)]}
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda k: f"{type(k).__module__}.{type(k).__name__}")
@@ -70,8 +70,8 @@ def test_a_launcher_passes_arguments_in_order(monkeypatch: pytest.MonkeyPatch) -
     table = torch.tensor([10, 20, 30])
     made = launcher_of(table, calls, monkeypatch)
     rows = torch.zeros(4)
-    bind = made.get(Pull, True, False, True)
-    assert made.get(Pull, True, False, True) is bind
+    bind = made.get(Pull, weights=True, placed=True)
+    assert made.get(Pull, weights=True, placed=True) is bind
     numbers = dict(
         blocks=3, joining=4, expected=7, dealt=3, num_rows=8, alignment=2, max_tokens=1, slots=9, zeros=1
     )  # fmt: skip

@@ -20,8 +20,7 @@ from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.pull_scaled import PullScaled
-from ep_ops.backends.cute import latency
-from ep_ops.backends.cute.throughput import kernels_of
+from ep_ops.backends.cute.ahead import latency_kernels, throughput_kernels
 from ep_ops.config import default_experts
 from ep_ops.group.topology import NEEDED_SHARED_BYTES
 
@@ -44,7 +43,7 @@ def problem(world_size: int) -> Problem:
 def kernels(made: Problem) -> list[Any]:
     """Those that have the most to do of each kind."""
     tokens = min(256, most_tokens(made))
-    found = [*kernels_of(made), *latency.kernels_of(made, tokens)]
+    found = [*throughput_kernels(made), *latency_kernels(made, tokens)]
     largest = [
         Publish(made, True, True, True, False), Pull(made, True, False, True, True), PullScaled(made, False),
         Combine(made, True, True, False, True), Combine(made, True, False, True), Gather(made),

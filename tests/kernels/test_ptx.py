@@ -17,7 +17,7 @@ from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.pull_scaled import PullScaled
-from ep_ops.backends.cute.throughput import kernels_of
+from ep_ops.backends.cute.ahead import throughput_kernels
 from ep_ops.config import default_experts
 
 LARGE = Problem(4, (64,) * 4, 8, 7168, "bf16", 4096)
@@ -45,13 +45,13 @@ def flags_without_barrier(ptx: str) -> list[str]:
 
 def of_each_kind(problem: Problem) -> list[Any]:
     """One kernel."""
-    return list({type(kernel): kernel for kernel in kernels_of(problem)}.values())
+    return list({type(kernel): kernel for kernel in throughput_kernels(problem)}.values())
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("kind", dict.fromkeys(map(type, kernels_of(LARGE))))
+@pytest.mark.parametrize("kind", dict.fromkeys(map(type, throughput_kernels(LARGE))))
 def test_every_kernel(kind: type, arch: str) -> None:
-    for kernel in (kernel for kernel in kernels_of(LARGE) if type(kernel) is kind):
+    for kernel in (kernel for kernel in throughput_kernels(LARGE) if type(kernel) is kind):
         ptx = compiled_ptx(kernel, arch)
         assert f".target {arch}" in ptx
         assert count(ptx, "elect.sync") == 0, "lanes are elected by hand"
@@ -59,7 +59,7 @@ def test_every_kernel(kind: type, arch: str) -> None:
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("kind", dict.fromkeys(map(type, kernels_of(LARGE))))
+@pytest.mark.parametrize("kind", dict.fromkeys(map(type, throughput_kernels(LARGE))))
 @pytest.mark.parametrize("problem", [ALONE, UNEVEN, WIDEST], ids=["alone", "uneven", "widest"])
 def test_other_problems(problem: Problem, kind: type) -> None:
     for kernel in of_each_kind(problem):

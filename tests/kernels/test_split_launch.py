@@ -294,10 +294,10 @@ def test_a_start_that_fails(backend: Any, device: Device) -> None:
     """Nothing is under way then, and the next one is ordered as ever."""
     get = backend.side.get
 
-    def fails(kernel: Any, *variant: Any) -> Any:
+    def fails(kernel: Any, **variant: Any) -> Any:
         if kernel.__name__ == "Pull":
             raise OSError("no room for it")
-        return get(kernel, *variant)
+        return get(kernel, **variant)
 
     backend._beside._kernel = fails
     with pytest.raises(OSError, match="no room"):

@@ -16,7 +16,7 @@ from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.budget import Budget
-from ep_ops.backends.cute.throughput import kernels_of_format
+from ep_ops.backends.cute.ahead import throughput_kernels
 from ep_ops.formats import format_of, quantize
 from ep_ops.records import Route
 
@@ -37,7 +37,7 @@ def test_launches_in_a_format(beyond: int, monkeypatch: pytest.MonkeyPatch) -> N
             assert recv_weights.shape == (0 if weights is None else 48,)
             route = Route(idx, *placed[:4], 16, 48, 100)
             assert len(path.along("dispatch_planned", rows, weights, route, delivery)) == 3
-    wanted = kernels_of_format(PROBLEM, row_format(Delivery(None, name, "packed")))
+    wanted = throughput_kernels(PROBLEM, row_format(Delivery(None, name, "packed")))
     # A format takes all blocks that may join from the beginning.
     assert {kernel for kernel, _, _ in recorder.launched} == {kernel for kernel in wanted if not joins(kernel)}
     for kernel, terms, values in recorder.launched:
@@ -72,7 +72,7 @@ def test_token_major_launches_in_a_format(name: str, monkeypatch: pytest.MonkeyP
             assert recv_scales.shape == ((0,) if wire else (1, 48))
             route = Route(idx, *placed[:4], 1, 48, 100, layout="token_major")
             assert len(path.along("dispatch_planned", rows, weights, route, delivery)) == 3
-    compiled = set(kernels_of_format(problem, row_format(Delivery(None, name, layout))))
+    compiled = set(throughput_kernels(problem, row_format(Delivery(None, name, layout))))
     launched = {kernel for kernel, _, _ in recorder.launched}
     assert launched <= compiled
     tokens = {kernel for kernel in compiled if isinstance(kernel, PublishTokens)}

@@ -21,10 +21,10 @@ from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.pull import Pull
 from ep_ops import arrivals, symmetric
 from ep_ops.backends.budget import Budget
+from ep_ops.backends.cute.ahead import throughput_kernels
 from ep_ops.backends.cute.backend import CuteBackend
 from ep_ops.backends.cute.failures import Failures, pack_reason
 from ep_ops.backends.cute.report import Report
-from ep_ops.backends.cute.throughput import kernels_of
 from ep_ops.backends.split import FlightOrder
 from ep_ops.records import UNBOUNDED, Placed, Route
 from meta_kernels.arguments import PlanArgs
@@ -72,7 +72,7 @@ def test_launches(beyond: int, monkeypatch: pytest.MonkeyPatch) -> None:
     agreed = [marks.unpack(terms)[1] for _, terms, _ in recorder.launched]
     assert [terms.kind for terms in agreed] == kinds
     assert [terms.token_major for terms in agreed] == [False] * first + [True] * (len(kinds) - first)
-    wanted = {kernel for kernel in kernels_of(PROBLEM) if beyond or not joins(kernel)}
+    wanted = {kernel for kernel in throughput_kernels(PROBLEM) if beyond or not joins(kernel)}
     assert {kernel for kernel, _, _ in recorder.launched} == wanted
     for kernel, terms, given in recorder.launched:
         assert marks.unpack(terms)[1].max_tokens == 100
@@ -190,7 +190,7 @@ def test_operators_across_domains(monkeypatch: pytest.MonkeyPatch) -> None:
     made.dispatch_backward(None, recv_weights, along)
     made.plan(idx, Sizes(48, 1, 0, 1, "token_major"))
     assert recorder.launched[-1][2]["blocks"] == problem.tiles + 1, "ids are relayed"
-    assert {kernel for kernel, _, _ in recorder.launched} == set(kernels_of(problem))
+    assert {kernel for kernel, _, _ in recorder.launched} == set(throughput_kernels(problem))
     made.combine_gathered(held.view(torch.bfloat16).view(48, 64), route)
     kernel, terms, given = recorder.launched[-1]
     assert type(kernel).__name__ == "Combine" and marks.unpack(terms)[1].kind == "combine"

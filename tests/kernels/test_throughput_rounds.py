@@ -20,7 +20,8 @@ from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.budget import Budget
-from ep_ops.backends.cute.throughput import ThroughputPath, kernels_of, kernels_of_format
+from ep_ops.backends.cute.ahead import throughput_kernels
+from ep_ops.backends.cute.throughput import ThroughputPath
 from ep_ops.formats import format_of, quantize
 from ep_ops.records import Route
 
@@ -88,8 +89,10 @@ def test_rounds_of_all_kinds(name: str, ranks: int, monkeypatch: pytest.MonkeyPa
         plan, *moving = recorder.launched
         assert plan[0] == (PublishTokens if token_major else Publish)(recorder.problem, True, False, False, True)
         path.along("dispatch_planned", rows, weights, route, delivery)
-        compiled = {*kernels_of(recorder.problem), *kernels_of_format(recorder.problem, row_format(delivery))}
-        assert {kernel for kernel, *_ in recorder.launched} <= (compiled if name else set(kernels_of(recorder.problem)))
+        compiled = set(throughput_kernels(recorder.problem))
+        if name:
+            compiled |= set(throughput_kernels(recorder.problem, row_format(delivery)))
+        assert {kernel for kernel, *_ in recorder.launched} <= compiled
         published = [told for kernel, _, told in moving if not isinstance(kernel, Pull)]
         pulled = [told for kernel, _, told in moving if isinstance(kernel, Pull)]
         assert len(pulled) == 4 and len(published) == (4 if ranks > 1 or name or weighted else 0)

@@ -15,7 +15,7 @@ from cute_kernels.heap import Problem
 from cute_kernels.internode.wire import BUNDLE, Nvlink
 from cute_kernels.latency.combine import LatencyCombine
 from cute_kernels.latency.dispatch import LatencyDispatch
-from ep_ops.backends.cute import latency, throughput
+from ep_ops.backends.cute.ahead import latency_kernels, throughput_kernels
 from ep_ops.config import consecutive_domains
 
 ONE = Problem(2, (32, 32), 32, 256, "bf16", 64)
@@ -35,7 +35,7 @@ TOKENS = 32
 CASES = [
     (name, kind)
     for name, problem in PROBLEMS.items()
-    for kind in dict.fromkeys(map(type, [*throughput.kernels_of(problem), *latency.kernels_of(problem, TOKENS)]))
+    for kind in dict.fromkeys(map(type, [*throughput_kernels(problem), *latency_kernels(problem, TOKENS)]))
 ]
 
 
@@ -54,7 +54,7 @@ def test_bundles(top_k: int, ranks: int) -> None:
 def test_every_kind(name: str, kind: Any, top_k: int) -> None:
     """The kernel of each kind that has the most to do."""
     problem = dataclasses.replace(PROBLEMS[name], top_k=top_k)
-    kernels = [*throughput.kernels_of(problem), *latency.kernels_of(problem, TOKENS)]
+    kernels = [*throughput_kernels(problem), *latency_kernels(problem, TOKENS)]
     fields = [field.name for field in dataclasses.fields(kind) if field.name not in ("problem", "tokens")]
     made = [kernel for kernel in kernels if type(kernel) is kind]
     compiled_ptx(max(made, key=lambda kernel: sum(bool(getattr(kernel, name)) for name in fields)), "sm_90a")

@@ -56,7 +56,8 @@ from ...specs import (
 )
 from ..base import Formats, Prepared, lies_elsewhere, not_gatherable
 from ..split import FlightOrder, parts_of, ticket
-from . import latency, throughput
+from . import latency
+from .ahead import latency_kernels, throughput_kernels
 from .call_state import CallState, Stage
 from .failures import Failures, pack_reason
 from .launcher import Launcher
@@ -64,7 +65,7 @@ from .outputs import Outputs
 from .sizing import across, heap_of, problem_of, rows_bytes, token_bound
 from .sm_model import TokenTraffic, default_budget, has_fast_memory, most_pulling
 from .streams import Flights, Given
-from .throughput import ThroughputPath, kernels_of
+from .throughput import ThroughputPath
 
 NO_CAPACITY_LIMIT = 2**31 - 2**16
 """Capacity that an exact dispatch publishes. Aligned rows (up to 1024) still fit below 2**31."""
@@ -81,12 +82,12 @@ def all_kernels(config: Config, formats: Formats = ()) -> list[Any]:
     """Return all kernels that such a communicator may launch, with rows in these formats."""
     problem = problem_of(config)
     tokens = token_bound(config, problem)
-    found = [*kernels_of(problem), *(latency.kernels_of(problem, tokens) if tokens else [])]
-    for name, scales_as in formats:
+    found: list[Any] = []
+    for name, scales_as in (("", ""), *formats):
         spec = DispatchSpec("dispatch", GROUPED, format=name, scales_as=scales_as)
-        found += throughput.kernels_of_format(problem, spec)
+        found += throughput_kernels(problem, spec)
         if tokens and spec.latency:
-            found += latency.kernels_of_format(problem, tokens, spec)
+            found += latency_kernels(problem, tokens, spec)
     return [*dict.fromkeys(found), Reject(problem, tokens if problem.domains else 0), RaiseAlarm(problem)]
 
 
@@ -357,7 +358,7 @@ class CuteBackend:
         self._flights.follow()
         text = torch.frombuffer(bytearray(pack_reason(reason, turns)), dtype=torch.uint8).to(self._device)
         tokens = max(0, self._latency_tokens) if self._across else 0
-        bind = self._launcher.get(Reject, tokens)
+        bind = self._launcher.get(Reject, tokens=tokens)
         for turn in range(first, turns):
             bind(marks.pack_rejection(self._rank, turn), blocks=1)(text)
 

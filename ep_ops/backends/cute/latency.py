@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ from cute_kernels.latency.dispatch import LatencyDispatch
 from cute_kernels.latency.sizes import WARPS
 from meta_kernels.arguments import AnyCombine, AnySizedDispatch
 
-from ...formats import OF_TOKENS
 from ...records import DispatchTensors
 from ...specs import CombineSpec, DispatchSpec
 from .launcher import Launcher
@@ -34,37 +32,12 @@ Deal = tuple[int, int, int]
 """Roles of a kernel's blocks: number that send, first that receives, number of blocks."""
 
 
-def kernels_of(problem: Problem, tokens: int) -> list[Any]:
-    """Return every latency kernel that the operators of such a communicator launch."""
-    found: list[Any] = []
-    for weights, parts in itertools.product((False, True), PARTS):
-        found += [LatencyDispatch(problem, tokens, weights, *parts), LatencyCombine(problem, tokens, weights, *parts)]
-        if parts[1]:
-            found.append(LatencyDispatch(problem, tokens, weights, *parts, token_major=True))
-    return found
-
-
 def takes_sums(problem: Problem, format: str) -> bool:
     """Return whether latency kernels run combines whose sums are sent in a format (empty: the rows' dtype). The owner
     quantizes the sum of each other domain again, packet by packet, and blocks of 128 numbers can lie in two packets."""
     if not format or problem.domain_ranks in (1, problem.world_size):
         return True
     return Form(format, problem.hidden_size).block <= 32
-
-
-def kernels_of_format(problem: Problem, tokens: int, spec: DispatchSpec) -> list[Any]:
-    """Return the kernels of dispatches and combines in a format, for quantized and unquantized x."""
-    arrives, sent_as = spec.scales_layout, spec.sent_as
-    given = (False, True) if arrives else (False,)
-    found: list[Any] = []
-    for weights, (send, receive), g in itertools.product((False, True), PARTS, given):
-        layout = arrives if receive else ""
-        token_major = (False, True) if receive and arrives in ("", *OF_TOKENS) else (False,)
-        found += [LatencyDispatch(problem, tokens, weights, send, receive, sent_as, layout, g, t) for t in token_major]
-    if spec.sums and takes_sums(problem, sent_as):
-        both = itertools.product((False, True), PARTS)
-        found += [LatencyCombine(problem, tokens, weights, *parts, sent_as) for weights, parts in both]
-    return found
 
 
 class LatencyPath:
@@ -124,9 +97,11 @@ class LatencyPath:
         # Where rows only leave, it does not matter how they arrive.
         layout, by_token = (spec.scales_layout, spec.token_major) if part[1] else ("", False)
         senders, first_receiver, blocks = self._dispatch_deal(max_tokens, *part)
+        send, receive = part
         bind = self._kernel(
-            LatencyDispatch, self.tokens, spec.weighted, *part, spec.sent_as, layout, spec.scaled, by_token
-        )
+            LatencyDispatch, tokens=self.tokens, weights=spec.weighted, send=send, receive=receive,
+            format=spec.sent_as, layout=layout, given=spec.scaled, token_major=by_token,
+        )  # fmt: skip
         terms = marks.pack(
             "dispatch", max_tokens, spec.weighted, latency=True, format=spec.sent_as, token_major=spec.token_major
         )
@@ -157,7 +132,10 @@ class LatencyPath:
         tokens, max_tokens, format = a.topk_idx.shape[0], a.max_tokens, spec.sent_as
         row_packets = LatencyCombine(self._problem, self.tokens, spec.weighted, format=format).row_packets
         senders, first_receiver, blocks = self._combine_deal(max_tokens, row_packets, *part)
-        launch = self._kernel(LatencyCombine, self.tokens, spec.weighted, *part, format)(
+        send, receive = part
+        launch = self._kernel(
+            LatencyCombine, tokens=self.tokens, weighted=spec.weighted, send=send, receive=receive, format=format
+        )(
             marks.pack("combine", max_tokens, latency=True, format=format), tokens=tokens, max_tokens=max_tokens,
             num_rows=a.y.shape[0], senders=senders,
             first_receiver=first_receiver, blocks=blocks,

@@ -47,13 +47,14 @@ class Launcher:
         self._launches: dict[Any, Bind] = {}
         self._stream = stream or torch._C._cuda_getCurrentRawStream
 
-    def get(self, kernel: type[Kernel], *variant: Any) -> Bind:
-        """Return what binds launches of `kernel(problem, *variant)`, which is compiled at its first use."""
-        found = self._launches.get((kernel, variant))
+    def get(self, kernel: type[Kernel], **variant: Any) -> Bind:
+        """Return what binds launches of `kernel(problem, **variant)`, which is compiled at its first use."""
+        key = kernel, *variant.items()
+        found = self._launches.get(key)
         if found is None:
-            function = self._compiled(kernel(self.problem, *variant))
+            function = self._compiled(kernel(self.problem, **variant))
             found = _template(kernel.Args)(function, self._ranks, self.device.index, self._stream)
-            self._launches[kernel, variant] = found
+            self._launches[key] = found
         return found
 
     def compile(self, kernels: Iterable[Kernel]) -> None:

@@ -34,7 +34,7 @@ def allocator(device: torch.device) -> New:
     """Return an allocator for a CUDA device. It allocates as compiled graphs do, which takes half the host time of
     torch.empty, but it only supports the current device, and does not fill memory if deterministic algorithms are
     enabled."""
-    if _current_device() == device.index and not _deterministic():
+    if device.type == "cuda" and _current_device() == device.index and not _deterministic():
         return _empty_strided_cuda
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 

@@ -348,16 +348,18 @@ class OperationSms:
             "blocks": blocks,
         }
 
-    def publishing(self, variant: tuple[Any, ...], pulling: int, pushed: bool = False) -> int:
-        """Return the number of blocks of a publish kernel of a `variant` (route, rows, weights, ...): tile blocks, and
-        blocks that stage, announce and, across NVLink domains, send and relay rows. They leave `pulling` SMs to the
-        kernel that runs next, at the same time. `pushed`: rows are pushed instead of staged."""
-        route, rows, weights, *_ = variant
+    def publishing(
+        self, pulling: int, *, route: bool = False, rows: bool = False, weights: bool = False, pushes: bool = False,
+        **others: Any,
+    ) -> int:  # fmt: skip
+        """Return the number of blocks of a publish kernel of this variant: tile blocks, and blocks that stage, announce
+        and, across NVLink domains, send and relay rows. They leave `pulling` SMs to the kernel that runs next, at the
+        same time."""
         tile_blocks = self._problem.tiles if route or weights else 0
         staging = self._sms - MARGIN - tile_blocks - pulling
         if self._aside:
             staging = min(staging, 1 + min(STAGING_BLOCKS, pulling))
-        if pushed:
+        if pushes:
             staging = min(staging, PUSHING_BLOCKS)
         staging = max(row_blocks(self._problem), staging)
         return tile_blocks + (staging if rows else 0)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -30,7 +29,6 @@ from meta_kernels.arguments import (
 )
 
 from ... import arrivals
-from ...formats import OF_TOKENS
 from ...records import (
     TOKEN_MAJOR,
     DispatchTensors,
@@ -60,60 +58,10 @@ def publisher(token_major: bool, known: bool, weighted: bool) -> Any:
     return PublishTokens if token_major and (weighted or not known) else Publish
 
 
-def _dispatch_kernels(problem: Problem) -> list[Any]:
-    """Return the kernels of plans, and of dispatches of rows without a format."""
-    alone = problem.world_size == 1  # a single rank reads its own rows where they are
-    found: list[Any] = [kind(problem, True, False, False, True) for kind in (Publish, PublishTokens)]
-    for known, token_major, weights in itertools.product((False, True), repeat=3):
-        pushed = pushes(problem, "", token_major)
-        first = alone and known and not weights  # nothing is published
-        if not first:
-            publish = publisher(token_major, known, weights)
-            found.append(publish(problem, not known, not alone, weights, False, "", False, pushed))
-        found.append(Pull(problem, weights, first, not known, False, "", "", pushed))
-        if not alone and not known:
-            found.append(Pull(problem, weights, False, True, True, "", "", pushed))
-    return list(dict.fromkeys(found))
-
-
-def kernels_of(problem: Problem) -> list[Any]:
-    """Return every throughput kernel that the operators of such a communicator launch."""
-    alone = problem.world_size == 1
-    combine: list[tuple[bool, ...]] = []
-    combine += [(True, weights, False, residual) for weights in (False, True) for residual in (False, True)]
-    # With the gradients of weights, one for each row or `top_k`.
-    combine += [(rows, False, True, False, token_major) for rows in (False, True) for token_major in (False, True)]
-    variants: dict[Any, Sequence[tuple[Any, ...]]] = {
-        Combine: combine,
-        PullScaled: [(alone,)],
-        Gather: [] if problem.domains else [()],  # rows of other domains are copied
-    }
-    others = [kernel(problem, *variant) for kernel, made in variants.items() for variant in made]
-    return [*_dispatch_kernels(problem), *others]
-
-
-def kernels_of_format(problem: Problem, spec: DispatchSpec) -> list[Any]:
-    """Return the kernels of dispatches and combines in a format, for quantized and unquantized x."""
-    alone, layout, sent_as = problem.world_size == 1, spec.scales_layout, spec.sent_as
-    parts: list[tuple[bool, bool]] = [(False, False), (True, False), *([] if alone else [(True, True)])]
-    given = (False, True) if layout else (False,)
-    found: list[Any] = []
-    for weights in (False, True):
-        found += [Publish(problem, route, True, weights, False, sent_as, g) for route in (False, True) for g in given]
-        found += [Pull(problem, weights, False, placed, joins, sent_as, layout) for placed, joins in parts]
-    if layout in ("", *OF_TOKENS):
-        tokens = [(True, False), (True, True), (False, True)]  # along a known route without weights there is no need
-        found += [PublishTokens(problem, route, True, w, False, sent_as, g) for route, w in tokens for g in given]
-    if spec.sums:
-        options = itertools.product((False, True), repeat=2)
-        found += [Combine(problem, True, weighted, False, residual, False, sent_as) for weighted, residual in options]
-    return found
-
-
 @functools.cache
 def _sum_bytes(problem: Problem, format: str) -> int:
     """Return the bytes of a sum in staging in a format; 0 without one."""
-    return Combine(problem, True, False, False, False, False, format).sum_bytes if format else 0
+    return Combine(problem, rows=True, format=format).sum_bytes if format else 0
 
 
 _new = tuple.__new__  # makes records in a third of the time
@@ -172,11 +120,11 @@ class ThroughputPath:
 
     def _plan(self, terms: int, a: PlanArgs, placed: Placed, num_rows: int) -> None:
         """Publish and place a route, and nothing else."""
-        variant, token_major = (True, False, False, True), a.layout == TOKEN_MAJOR
-        blocks = self.sms.publishing(variant, 0)
+        variant, token_major = dict(route=True, ends_operation=True), a.layout == TOKEN_MAJOR
+        blocks = self.sms.publishing(0, **variant)
         if token_major:
             blocks += bool(self._problem.domains)  # local ids are relayed
-        publish = self._kernel(publisher(token_major, False, False), *variant)(
+        publish = self._kernel(publisher(token_major, False, False), **variant)(
             terms, tokens=a.topk_idx.shape[0], max_tokens=a.max_tokens, capacity=a.capacity, num_rows=num_rows,
             alignment=a.alignment, slots=published_slots(a), blocks=blocks,
         )  # fmt: skip
@@ -275,13 +223,16 @@ class ThroughputPath:
         terms = self._terms("dispatch", spec, max_tokens)
         sizes_of = dict(max_tokens=max_tokens, alignment=alignment, num_rows=capacity)
         pushed = pushes(self._problem, spec.sent_as, spec.token_major)
-        variant = (True, self._stages(spec), spec.weighted, False, spec.sent_as, spec.scaled, pushed)
-        publish = self._kernel(publisher(spec.token_major, False, spec.weighted), *variant)(
+        variant = self._publish_variant(spec, route=True, pushes=pushed)
+        publish = self._kernel(publisher(spec.token_major, False, spec.weighted), **variant)(
             terms, tokens=tokens, capacity=capacity, slots=published,
-            blocks=self.sms.publishing(variant, pulling, pushed), **sizes_of,
+            blocks=self.sms.publishing(pulling, **variant), **sizes_of,
         )  # fmt: skip
         pulls: list[Launch] = [
-            self._kernel(Pull, spec.weighted, False, True, joins, spec.sent_as, spec.scales_layout, pushed)(
+            self._kernel(
+                Pull, weights=spec.weighted, placed=True, joins=joins, format=spec.sent_as, layout=spec.scales_layout,
+                pushed=pushed,
+            )(
                 terms, zeros=spec.clears, dealt=dealt, expected=traffic.expected(tokens), joining=joining,
                 blocks=blocks,
                 slots=slots, **sizes_of,
@@ -293,6 +244,13 @@ class ThroughputPath:
     def _stages(self, spec: DispatchSpec) -> bool:
         """Return whether x is staged. A single rank reads its own rows in place, unless they are sent in a format."""
         return self._problem.world_size > 1 or bool(spec.format)
+
+    def _publish_variant(self, spec: DispatchSpec, route: bool, pushes: bool) -> dict[str, Any]:
+        """Return what the publish kernel of a dispatch is compiled for."""
+        return dict(
+            route=route, rows=self._stages(spec), weights=spec.weighted, format=spec.sent_as, given=spec.scaled,
+            pushes=pushes,
+        )  # fmt: skip
 
     def dispatch_planned(self, spec: DispatchSpec, a: DispatchPlannedArgs) -> Received:
         """Dispatch along a known route."""
@@ -338,7 +296,8 @@ class ThroughputPath:
                 pushed=pushed,
             )
             pull = self._kernel(
-                Pull, weighted, publish is None, False, False, spec.sent_as, spec.scales_layout, pushed
+                Pull, weights=weighted, begins_operation=publish is None, format=spec.sent_as,
+                layout=spec.scales_layout, pushed=pushed,
             )(
                 terms, max_tokens=part.max_tokens, alignment=part.alignment, num_rows=part.num_rows, slots=part.slots,
                 zeros=zeros, dealt=pulling, expected=traffic.expected(of_x.shape[0]), joining=joining,
@@ -377,7 +336,9 @@ class ThroughputPath:
         each, format = self._problem.max_tokens, spec.sent_as
         traffic = self.sms.traffic_of(num_rows, tokens).in_format(_sum_bytes(self._problem, format))
         terms = marks.pack("combine", most, format=format)
-        bind = self._kernel(Combine, True, spec.weighted, False, spec.residual, False, format)
+        bind = self._kernel(
+            Combine, rows=True, weighted=spec.weighted, residual=spec.residual, format=format
+        )  # fmt: skip
         rounds: list[Launch] = []
         for first in range(0, max(most, 1), each):
             max_tokens = min(each, most - first)
@@ -403,7 +364,7 @@ class ThroughputPath:
         rows, scalars = spec.rows, spec.scalars
         grad_x = outputs.tokens(topk_idx.shape[0]) if rows else outputs.scalars((0,))
         grad_weights = outputs.scalars(topk_idx.shape if scalars else (0,))
-        bind = self._kernel(Combine, rows, False, scalars, False, scalars and token_major)
+        bind = self._kernel(Combine, rows=rows, scalars=scalars, token_major=scalars and token_major)
         terms = marks.pack("dispatch_backward", route.max_tokens, scalars, rows, token_major=token_major)
         for here, part in self._parts(route):
             tokens, pushing = part.topk_idx.shape[0], self.sms.pushing(traffic, part.topk_idx.shape[0], rows)
@@ -428,7 +389,7 @@ class ThroughputPath:
         for here, part in self._parts(route):
             of_out = _of(grad_out, here)
             publish = self._publishing(terms, blocks, of_out, None, None, part)
-            pull = self._kernel(PullScaled, publish is None)(
+            pull = self._kernel(PullScaled, begins_operation=publish is None)(
                 terms, max_tokens=part.max_tokens, alignment=part.alignment, num_rows=part.num_rows, blocks=blocks
             )
             with self._state:
@@ -459,13 +420,13 @@ class ThroughputPath:
         """Return what launches the publish kernel of a known route, or None if it has nothing to do. `cleared`: whether
         the kernel clears the weights of token-major rows behind the last copy. `pushed`: whether it pushes rows."""
         weighted = topk_weights is not None
-        variant = (False, self._stages(spec), weighted, False, spec.sent_as, spec.scaled, pushed)
-        if not any(variant[:4]):
+        variant = self._publish_variant(spec._replace(weighted=weighted), route=False, pushes=pushed)
+        if not (variant["rows"] or weighted):
             return None
-        launch = self._kernel(publisher(route.layout == TOKEN_MAJOR, True, weighted), *variant)(
+        launch = self._kernel(publisher(route.layout == TOKEN_MAJOR, True, weighted), **variant)(
             terms, tokens=route.topk_idx.shape[0], max_tokens=route.max_tokens,
             capacity=route.num_rows if cleared else 0, num_rows=route.num_rows, alignment=1, slots=0,
-            blocks=self.sms.publishing(variant, pulling, pushed),
+            blocks=self.sms.publishing(pulling, **variant),
         )  # fmt: skip
         return functools.partial(
             launch, x=x, scales=scales, topk_idx=route.topk_idx, topk_weights=topk_weights,
