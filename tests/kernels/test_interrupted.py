@@ -186,7 +186,7 @@ def test_between_rounds(backend: Any, device: Device, failures: Failures) -> Non
     """Rounds are operations: those that are left are rejected, in the places that they have."""
     get, number = backend.throughput._kernel, []
 
-    def third(kernel: Any, *variant: Any) -> Any:
+    def third(kernel: Any, **variant: Any) -> Any:
         number.append(kernel)
         if len(number) == 4:  # that of the route, Publish and Pull of the first round
             raise OOM
@@ -323,7 +323,7 @@ def test_a_bound_call_tells_of_an_earlier_one(backend: Any, device: Device, fail
 def test_a_bound_call_that_cannot_launch(backend: Any, device: Device, failures: Failures) -> None:
     """If a bound call cannot launch, it is unknown whether its kernel runs, so the communicator fails."""
     get = backend.latency._kernel
-    backend.latency._kernel = lambda *variant: lambda terms, **numbers: raises(OOM)
+    backend.latency._kernel = lambda kernel, **variant: lambda terms, **numbers: raises(OOM)
     run = backend.bound(backend.combine_args(X, None, route_of((IDX,) * 4, 8)))
     with pytest.raises(torch.OutOfMemoryError) as told:
         run()
