@@ -39,14 +39,18 @@ class LowLatencyHandle(Sequence[Any]):
         sent: result of the dispatch.
         sizes: C, H and E.
         topk_idx, topk_weights: arguments of the dispatch.
+        constant: whether the caller is known not to write to these two before the combine. It matters for inference
+            tensors, for which PyTorch does not count writes.
     """
 
     def __init__(
-        self, sent: Dispatched, sizes: tuple[int, int, int], topk_idx: Tensor, topk_weights: Tensor | None
-    ) -> None:
+        self, sent: Dispatched, sizes: tuple[int, int, int], topk_idx: Tensor, topk_weights: Tensor | None,
+        constant: bool,
+    ) -> None:  # fmt: skip
         self.route, self.row_weights, self.sizes = sent.route, sent.weights, sizes
-        self._ids, self._weights = (topk_idx, _version(topk_idx)), topk_weights
-        self._weights_version = None if topk_weights is None else _version(topk_weights)
+        self._constant = constant
+        self._ids, self._weights = (topk_idx, self._version(topk_idx)), topk_weights
+        self._weights_version = None if topk_weights is None else self._version(topk_weights)
 
     def __len__(self) -> int:
         return 2 + len(self.sizes)
@@ -62,11 +66,17 @@ class LowLatencyHandle(Sequence[Any]):
     def of_same_ids(self, topk_idx: Tensor) -> bool:
         """Return whether these are the ids of the dispatch, which nobody has changed."""
         ids, version = self._ids
-        return topk_idx is ids and _version(topk_idx) == version
+        return topk_idx is ids and self._version(topk_idx) == version
 
     def of_same_weights(self, topk_weights: Tensor) -> bool:
         """Return whether these are the weights of the dispatch, which nobody has changed."""
-        return topk_weights is self._weights and _version(topk_weights) == self._weights_version
+        return topk_weights is self._weights and self._version(topk_weights) == self._weights_version
+
+    def _version(self, tensor: Tensor) -> object:
+        """Return what equals the result of an earlier call only if the tensor has not been written to since then."""
+        if not tensor.is_inference():
+            return tensor._version
+        return None if self._constant else object()
 
     @property
     def slots(self) -> int:
@@ -85,14 +95,16 @@ class LowLatencyHandle(Sequence[Any]):
         return torch.where(asker >= 0, asked_by % tokens, -1).int(), ranges
 
 
-_weights_of_caller: ContextVar[Tensor | None] = ContextVar("weights_of_caller", default=None)
+_UNKNOWN: Any = object()
+_weights_of_caller: ContextVar[Tensor | None] = ContextVar("weights_of_caller", default=_UNKNOWN)
 
 
 @contextmanager
 def sending_weights(topk_weights: Tensor | None) -> Iterator[None]:
     """Let low-latency dispatches in this block send ``topk_weights`` with the tokens, if their caller passes none.
 
-    Plugins use it around dispatches of frameworks that have the weights but do not pass them.
+    Plugins use it around dispatches of frameworks that have the weights but do not pass them, and that do not write to
+    the ids and weights before the combine.
     """
     token = _weights_of_caller.set(topk_weights)
     try:
@@ -155,8 +167,9 @@ class LowLatency:
             NotImplementedError: ``use_nvfp4``, ``x_global_scale`` or ``dispatch_wait_recv_cost_stats`` is given.
         """
         tokens, own = num_max_dispatch_tokens_per_rank, self.communicators
-        if topk_weights is None:
-            topk_weights = _weights_of_caller.get()
+        of_caller = _weights_of_caller.get()
+        if topk_weights is None and of_caller is not _UNKNOWN:
+            topk_weights = of_caller
         informing = functools.partial(own.informing, "low_latency_dispatch", "dispatch", tokens)
         with informing():
             check_tokens(x, topk_idx)
@@ -184,7 +197,8 @@ class LowLatency:
         counts = sent.route.counts
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats += counts
-        handle = LowLatencyHandle(sent, (tokens, x.shape[1], num_experts), topk_idx, topk_weights)
+        given = topk_idx, topk_weights, of_caller is not _UNKNOWN
+        handle = LowLatencyHandle(sent, (tokens, x.shape[1], num_experts), *given)
         packed = sent.x.view(-1, slots, x.shape[1])
         rows = packed if sent.scales is None else (packed, sent.scales)
         return rows, counts, handle, after(async_finish), _nothing
@@ -199,7 +213,8 @@ class LowLatency:
     ) -> tuple[Tensor, EventOverlap, Hook]:  # fmt: skip
         """Return rows ``x`` [El, W C, H] to their owners and sum them, times ``topk_weights`` [T, K].
 
-        Entries whose id in ``topk_idx`` is negative are left out. If there are none, pass the tensor of the dispatch.
+        Entries whose id in ``topk_idx`` is negative are left out. If there are none, pass the tensor of the dispatch,
+        which saves some small kernels unless it is an inference tensor, whose changes cannot be noticed.
 
         Arguments after ``overlap`` are SGLang's for its single-batch overlap and have no effect: the combine begins
         after the work on the current stream.
@@ -291,11 +306,6 @@ class LowLatency:
         raise NotImplementedError("ranks cannot be masked; Communicator.shrink continues without them")
 
     low_latency_query_mask_buffer = low_latency_clean_mask_buffer = low_latency_update_mask_buffer
-
-
-def _version(tensor: Tensor) -> int:
-    """Return a number that changes when a tensor is written to; 0 for inference tensors, which have none."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _nothing() -> None:
