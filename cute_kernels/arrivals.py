@@ -1,4 +1,4 @@
-"""What arrives at a rank, as operators hand it on (`arrivals` of a route): where it lies, and how warps walk over it.
+"""The lists of what arrives at a rank (`arrivals` of a route), and how warps walk over them.
 
 A copy is the visit of a token at a rank: all rows here of one (source rank, token). `arrivals` is int32
 [4 R + W + 3] for R rows, three lists one after the other:
@@ -59,7 +59,7 @@ def lists(arrivals: Int64, num_rows: Int32) -> Lists:
 
 
 class Copy(NamedTuple):
-    """What is known of a copy before its rows are. Where there is none it has no rows."""
+    """A copy, before its rows are known. A copy that does not exist has no rows."""
 
     begin: Int32
     end: Int32  # nothing is worked out of these until they are used: a warp would wait for their loads
@@ -68,12 +68,12 @@ class Copy(NamedTuple):
 
     @property
     def rows(self) -> Int32:
-        """How many."""
+        """Number of rows."""
         return self.end - self.begin
 
 
 class Walk(NamedTuple):
-    """What a warp needs to find copies by the number of an item."""
+    """State of a warp that finds copies by the number of an item."""
 
     sources: Any  # [W + 1] in shared memory
     lists: Lists

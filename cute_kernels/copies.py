@@ -81,7 +81,7 @@ def low_bits(count: int) -> Uint32:
 
 
 class Copies(NamedTuple):
-    """What a lane knows of the copies of a token, one of whose entries it has."""
+    """The copies of a token, as a lane with one of its entries knows them."""
 
     holder: Int32  # the rank that holds its expert, -1 for none
     number: Int32  # of the copy that goes there

@@ -1,4 +1,4 @@
-"""How a received row is stored: as x, as codes with scales in the layout of a consumer, or decoded to numbers.
+"""Storing of received rows: as x, as codes with scales in the layout of a consumer, or decoded to numbers.
 
 docs/formats.md defines the layouts, and the position of each unit of 4 bytes or 1 byte.
 """
@@ -19,7 +19,7 @@ from .views import Floats, Ints, Records, Uint8s
 
 
 class Arrived(NamedTuple):
-    """Where rows go, and what there is of them."""
+    """The tensors that rows go to, and their sizes."""
 
     rows: Int64
     weights: Floats
@@ -53,7 +53,7 @@ class Delivery:
 
     @property
     def tiles(self) -> Any:
-        """Where swizzled scales lie (`Tiles`); None for others."""
+        """The layout of swizzled scales (`Tiles`); None for others."""
         kind, _, consumer = self.layout.partition("/")
         return Tiles(consumer, self.units) if kind == "swizzled" else None
 

@@ -145,7 +145,7 @@ class Problem(RowSizes):
 
     @property
     def token_bytes(self) -> int:
-        """What a token's routing weights take, and behind them its ids."""
+        """Bytes of a token's routing weights, and of its ids behind them."""
         return 2 * self.weights_each * 4
 
     @property
@@ -181,7 +181,7 @@ class Problem(RowSizes):
 
     @property
     def counters(self) -> int:
-        """What a tile counts: entries for each expert, then entries and copies for each rank."""
+        """Number of counters of a tile: entries for each expert, then entries and copies for each rank."""
         return self.num_experts + 2 * self.world_size
 
     @property
@@ -193,8 +193,8 @@ class Problem(RowSizes):
 
     @property
     def table_ints(self) -> int:
-        """What a block has for the route: counting takes [warps, counters], placing twice [W, local experts], one after
-        the other."""
+        """Number of int32 of a block's table for the route: counting uses it as [warps, counters], then placing as
+        [2, W, local experts]."""
         return max(self.counting_warps * self.counters, 2 * self.world_size * self.local_experts)
 
     @property

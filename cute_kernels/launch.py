@@ -1,4 +1,4 @@
-"""What every kernel's launch has in common. The arguments of a kernel are written once, as a named tuple: what it is
+"""Common code of all kernels' launches. The arguments of a kernel are written once, as a named tuple: what it is
 compiled with, how the host passes them, and what the device functions see all follow from its annotations.
 
 The host passes them flat, which costs no more than a call with as many integers; the compiled function puts the tuple
@@ -19,7 +19,7 @@ from .views import View
 
 
 class RankArgs(NamedTuple):
-    """What the arguments of every operator's kernel begin with."""
+    """The first arguments of every operator's kernel."""
 
     peers: Int64  # address of a table of the addresses of all ranks' heaps, by rank
     own: Int64  # address of this rank's heap
@@ -44,7 +44,7 @@ class Launched:
 
     @property
     def name(self) -> str:
-        """What its name begins with in a profile, where the rest is cut short."""
+        """The beginning of its name in a profile, where the rest is cut short."""
         return self.NAME
 
     @property

@@ -101,9 +101,9 @@ def epoch_in(mark: int, now: int = 0) -> int:
 
 
 class Terms(NamedTuple):
-    """What the ranks must agree on. `scalars`: weights, or gradients of weights, are sent. `rows`: rows are sent.
-    `latency`: the latency kernels run it. `max_tokens` is modulo 2**17. `format`: format in which rows are sent.
-    `token_major`: rows are token-major, and the kind is one of `OF_TOKENS`."""
+    """Properties of an operation that the ranks must agree on. `scalars`: weights, or gradients of weights, are sent.
+    `rows`: rows are sent. `latency`: the latency kernels run it. `max_tokens` is modulo 2**17. `format`: format in
+    which rows are sent. `token_major`: rows are token-major, and the kind is one of `OF_TOKENS`."""
 
     kind: str
     scalars: bool
@@ -149,7 +149,7 @@ def unpack(mark: int, now: int = 0) -> tuple[int, Terms]:
 
 
 class Alarm(NamedTuple):
-    """What a rank that gives up sends to all others, in one word."""
+    """The message of a rank that gives up to all others, in one word."""
 
     reason: int  # as in its report
     flag: int  # kind of what it waited for

@@ -323,7 +323,7 @@ def cp_async(smem_ptr: Any, addr: Int64) -> None:
 
 
 def cp_async_some(smem_ptr: Any, addr: Int64, nbytes: Int32) -> None:
-    """As `cp_async`, but copy only the first `nbytes` and clear the rest of the 16 bytes."""
+    """Start copying the first `nbytes` of 16 as `cp_async` does, and clear the rest of the 16 bytes."""
     _run("cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", Int32(smem_ptr.toint()), addr, nbytes)
 
 

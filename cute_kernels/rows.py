@@ -1,4 +1,4 @@
-"""What a row is made of, and clearing one."""
+"""The sizes of rows, and clearing a row."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Where the rows of a rank's experts lie: a segment for each, one after the other, or in slots of one size."""
+"""Segments of the rows of a rank's experts: one for each expert, one after the other, or in slots of one size."""
 
 from typing import Any
 

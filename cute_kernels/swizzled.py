@@ -1,4 +1,4 @@
-"""Where swizzled scales lie: in tiles of 128 rows and 4 columns, each expert's beginning a tile of its own.
+"""Places of swizzled scales: tiles of 128 rows and 4 columns, each expert's beginning a tile of its own.
 
 One exponent is a byte; the four of a row that lie in one tile are next to each other, 4 bytes, and a row's next four
 512 bytes further on, in the next tile. Which is an expert's first tile, its *base*, consumers say differently:
@@ -21,7 +21,7 @@ TILE_BYTES = 512
 
 
 class Begins(NamedTuple):
-    """Where the segment of each of this rank's experts begins."""
+    """The begins of the segments of this rank's experts."""
 
     experts: Int32
     offs: Ints | None  # where each ends in memory; if `start` is None

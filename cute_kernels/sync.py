@@ -121,7 +121,7 @@ POLLS_PER_CHECK = 256
 
 
 class Ranks(Carried):
-    """What a kernel knows about the group, built once at its start from the launch arguments."""
+    """A kernel's view of the group, built once at its start from the launch arguments."""
 
     carried = ("peers", "rank", "report", "timeout_ns", "terms", "own", "epoch", "bank", "mark")
 
@@ -143,7 +143,7 @@ class Ranks(Carried):
 
     @property
     def base(self) -> Int64:
-        """What words of this operation have in common that contain a number in place of terms."""
+        """The bits that all words of this operation with a number in place of terms have in common."""
         return self.mark ^ Int64(self.terms)
 
     @property

@@ -25,7 +25,7 @@ from ..marks import has_number, with_number
 from ..views import Ints, Records, Vectors
 
 VECTORS = 4
-"""How many vectors of a batch a thread loads before it stores them."""
+"""Number of vectors of a batch that a thread loads before it stores them."""
 
 
 def word_of(ranks: sync.Ranks, number: Any) -> Int64:
@@ -58,8 +58,8 @@ def row_in(mask: Int32, token: Int32 | int) -> Int32:
 
 @dataclass(frozen=True)
 class BatchFiller:
-    """What a rank sends. `fill(ranks, args, batch, mask, to)` puts a batch together, by a whole block: the rows of the
-    tokens of `mask`, each of `row_bytes`, without gaps at the address `to`."""
+    """The rows that a rank sends. `fill(ranks, args, batch, mask, to)` puts a batch together, by a whole block: the
+    rows of the tokens of `mask`, each of `row_bytes`, without gaps at the address `to`."""
 
     fill: Callable[..., None]
     row_bytes: int

@@ -26,7 +26,7 @@ from .pushed_in_format import add_pushed_in_format
 from .sending import batches_of, copy_rows, offset_of_batch, put_batch, row_in, vector_of, word_at, word_of
 
 VECTORS = 2
-"""How many vectors of a row a lane adds up at a time."""
+"""Number of vectors of a row that a lane adds up at a time."""
 
 FAR, OPENS, CLOSES = 1 << 30, 1 << 29, 1 << 28
 """Bits that are combined with the number of a row that an owner adds: the row is another domain's sum; it is the first
@@ -91,7 +91,7 @@ def ask(
 
 
 class SumRequest(NamedTuple):
-    """What an owner asks for of a batch, by the number of the token in the batch."""
+    """An owner's request for the sums of a batch, by the number of the token in the batch."""
 
     masks: Ints  # copies that have rows, as bits
     ids: Ints  # [token, k] experts that the token names

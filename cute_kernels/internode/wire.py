@@ -38,7 +38,7 @@ BUNDLE = 32
 """The most latency rows in one put: one for each lane of a warp."""
 
 VECTORS = 4
-"""How many vectors a thread loads before it stores them."""
+"""Number of vectors that a thread loads before it stores them."""
 
 OLDEST = (3, 7)
 """The first version of NVSHMEM whose device library holds all that is called here."""

@@ -72,9 +72,9 @@ from .reach import Peers
 from .sizes import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, packets
 
 BATCH = 4
-"""How many packets of token-major rows a warp waits for together."""
+"""Number of packets of token-major rows that a warp waits for together."""
 EAGER_BATCH = 3
-"""How many packets a warp waits for together where each is stored when it arrives. Registers hold no more."""
+"""Number of packets that a warp waits for together where each is stored when it arrives. Registers hold no more."""
 HELD, POLLS = 8, 16
 """Lowest bits of the parts of a batch's state, behind a bit for each packet that is not stored yet."""
 

@@ -25,7 +25,7 @@ from .sizes import PACKET_BYTES
 
 
 class FarTarget(NamedTuple):
-    """Where packets go at a rank of another domain: index `number` of an area, and those behind it."""
+    """Destination of packets at a rank of another domain: index `number` of an area, and those behind it."""
 
     rank: Int32
     number: Int32
@@ -112,7 +112,7 @@ def far_rank(wanted: RankSet, number: Int32) -> Int32:
 
 
 class Order(NamedTuple):
-    """In which order a token's copies are added: lane i knows of the i-th."""
+    """Order in which a token's copies are added: lane i knows the i-th."""
 
     copies: Int32  # how many; this and the next three are the same in all lanes
     own: Int32  # the one that this rank has itself, as a bit

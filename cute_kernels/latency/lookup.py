@@ -19,7 +19,7 @@ COMPARED = 8
 
 
 class Found(NamedTuple):
-    """What a lane knows of one of the copies that its warp is to send: lane i of the i-th."""
+    """One of the copies that a warp is to send, as lane i knows the i-th."""
 
     begin: Int32  # of its rows in `owned`
     rows: Int32  # how many; 0 where there is nothing to send

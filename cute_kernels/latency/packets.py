@@ -25,11 +25,11 @@ from .sizes import PACKET_BYTES, WARPS
 THREADS = 32 * WARPS
 
 Words = tuple[Uint32, Uint32, Uint32, Uint32]
-"""What a lane loads or stores at once: 16 bytes."""
+"""The 16 bytes that a lane loads or stores at once."""
 
 
 class WarpShare(NamedTuple):
-    """Which of the items of some blocks are a warp's: every `step`-th one from `first`."""
+    """A warp's share of the items of some blocks: every `step`-th one from `first`."""
 
     block: Int32
     blocks: Int32

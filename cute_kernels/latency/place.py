@@ -37,7 +37,7 @@ def source_stride(entries: Int32) -> Int32:
 
 
 class RouteTables(Carried):
-    """What a block holds in shared memory while it places rows.
+    """Tables of a block in shared memory while it places rows.
 
     `route` [W, packets of a route]: header and ids of each rank, as they arrived. `rows` [W, entries rounded up to
     32]: the result. `earlier` [warps, experts], of 16 bits: how many entries other warps have seen before. `start`,
@@ -208,7 +208,7 @@ def asked_expert(tables: RouteTables, source: Int32, entry: Int32, low: Int32, h
 
 
 class EntryRange(NamedTuple):
-    """Where a warp's consecutive chunks of 32 entries begin and end; a chunk has entries of one source rank."""
+    """A warp's consecutive chunks of 32 entries; a chunk has entries of one source rank."""
 
     begin: Int32  # the warp's first chunk
     end: Int32  # the chunk behind its last one

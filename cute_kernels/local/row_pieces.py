@@ -1,4 +1,4 @@
-"""How local kernels walk over rows: a piece of a row is what the lanes of a warp hold in registers at once."""
+"""Pieces of rows, over which local kernels walk. The lanes of a warp hold a piece in registers at once."""
 
 # No "from __future__ import annotations": the kernels' annotations are read as types.
 

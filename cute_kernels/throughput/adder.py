@@ -34,7 +34,7 @@ OTHER_LANE = 31
 
 
 class Notes(Carried):
-    """What a warp needs to know about a stage when it is full. Lane 0 writes it when the load of the stage starts."""
+    """Notes on the stages of a warp, read when a stage is full. Lane 0 writes them when the load of a stage starts."""
 
     carried = ("marks", "weights", "codes", "targets")
 
@@ -79,7 +79,7 @@ class Adder(NamedTuple):
 
 @dataclass(frozen=True)
 class Adding:
-    """How a warp sums items (pipeline.Work).
+    """The work of a warp that sums items (pipeline.Work).
 
     `peek` gives two integers. `fetch(lists, scouted, peeked)` gives, for a whole warp, the bit mask of lanes that hold
     a row, the lane's row (counted from `RowBases.base`), its weight (used if `weighted`), the address of the sum,

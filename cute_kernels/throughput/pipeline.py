@@ -18,7 +18,7 @@ from .ring import Ring
 
 
 class Work(Protocol):
-    """What a kernel does in the loop. All methods are called by whole warps.
+    """The work of a kernel in the loop. All methods are called by whole warps.
 
     `lists` is what items are looked up in, `state` what the warp has besides its ring. A job is a tuple of what is left
     to load of an item.
@@ -47,7 +47,7 @@ class Work(Protocol):
 
 
 class Items(NamedTuple):
-    """Which items a warp does: `first` and `second`, as far as they are below `total`; then it claims what none of the
+    """The items of a warp: `first` and `second`, as far as they are below `total`; then it claims what none of the
     `step` warps has that two were dealt out to. `claims` is the address of their counter; without it the warp goes on
     in steps."""
 
@@ -59,7 +59,7 @@ class Items(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """How far ahead a warp has looked: the item that it is to do next, what it is to do then, and its claim."""
+    """State of a warp that looks ahead: the item that it is to do next, what it is to do then, and its claim."""
 
     item: Int32
     scouted: Any

@@ -213,7 +213,7 @@ def number_sources(problem: cutlass.Constexpr[Problem], tables: PlacingTables, t
 
 
 class Entry(NamedTuple):
-    """What a source rank's message says of one of its (token, k)."""
+    """An entry of a source rank's message: one of its (token, k)."""
 
     asker: Int32  # token × K + k
     local: Int32  # the expert's index here

@@ -105,7 +105,7 @@ class Publish(Kernel):
 
     @property
     def pushing(self) -> Pushing:
-        """How pushing blocks push. Along a new route their ring has the shared memory that tile blocks leave."""
+        """The work of pushing blocks. Along a new route their ring has the shared memory that tile blocks leave."""
         left = SHARED_BYTES - self.problem.placing_bytes if self.route else SHARED_BYTES
         return Pushing(self.problem, min(RING_BYTES, left), not self.route)
 

@@ -28,7 +28,7 @@ from .ring import Ring, SlicedKernel, init_ring_barriers
 from .staged import SegmentEnds, await_rows, clear_padding, new_known, source_row
 
 GRADIENT = 32
-"""What is noted of a stage that holds a slice of g; of other stages it is their row's number in the copy."""
+"""Mark of a stage that holds a slice of g. The mark of any other stage is its row's number in the copy."""
 
 
 class PullScaledArgs(NamedTuple):

@@ -52,8 +52,8 @@ class Pusher(NamedTuple):
 
 @dataclass(frozen=True)
 class Pushing:
-    """How a warp pushes rows (pipeline.Work). An item is a token and a peer. `ring_bytes`: shared memory of a block's
-    ring. `known`: the route is known, so that copies which the peer drops are not pushed."""
+    """The work of a warp that pushes rows (pipeline.Work). An item is a token and a peer. `ring_bytes`: shared memory
+    of a block's ring. `known`: the route is known, so that copies which the peer drops are not pushed."""
 
     problem: Problem
     ring_bytes: int

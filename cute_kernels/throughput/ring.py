@@ -33,7 +33,7 @@ SLICE_BOOKKEEPING = 40
 
 @dataclass(frozen=True)
 class RingShape:
-    """How one block's shared memory is cut: each of `warps` warps owns `stages` pieces of `piece_bytes`.
+    """Division of a block's shared memory: each of `warps` warps owns `stages` pieces of `piece_bytes`.
 
     A row is `pieces` pieces; the last may be shorter.
     """
@@ -128,7 +128,7 @@ class SlicedKernel(Kernel):
     """A kernel whose warps add up rows in registers: a stage of the ring holds a slice of a row."""
 
     WARPS: ClassVar[int]
-    """How many warps of a block have a ring."""
+    """Number of warps of a block that have a ring."""
 
     @property
     def slices(self) -> Slices:

@@ -34,11 +34,11 @@ from ..views import Ints, Vectors
 THREADS = 32 * PLACING_WARPS
 """Threads of every block of a publish kernel."""
 STEPS = 2
-"""How many times 32 lanes' entries a warp counts between two barriers: their loads are in flight together."""
+"""Number of steps of 32 entries that a warp counts between two barriers: their loads are in flight together."""
 
 
 class Counters(NamedTuple):
-    """What a block holds in shared memory while it counts a tile, int32. Columns: entries of each expert, entries for
+    """Tables of a block in shared memory while it counts a tile, int32. Columns: entries of each expert, entries for
     each rank, copies for each rank."""
 
     warps: Any  # [counting warps, columns] of this round; then what lies before each warp's entries

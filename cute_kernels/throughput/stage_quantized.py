@@ -21,7 +21,7 @@ from ..views import Ints, Records, Vectors
 from .route import THREADS
 
 AHEAD = 4
-"""How many times 16 bytes a lane loads before it looks at the first."""
+"""Number of 16-byte vectors that a lane loads before it looks at the first."""
 TEAM = 8
 """Warps that do a chunk together. A block has 15 barriers for its teams."""
 

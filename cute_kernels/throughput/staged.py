@@ -107,7 +107,7 @@ def source_row(
 
 
 class SegmentEnds(NamedTuple):
-    """Where the rows of each local expert lie."""
+    """The segments of rows of the local experts."""
 
     offs: Ints  # padded end of each
     counts: Ints  # rows of each

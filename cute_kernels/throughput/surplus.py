@@ -27,7 +27,7 @@ class BlockBudget(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """How many blocks take part in an operation, as a block learns it."""
+    """Numbers from which a block learns how many blocks take part in an operation."""
 
     ranks: Ranks
     arrivals: Int64

@@ -99,6 +99,19 @@ def test_docstrings_of_tests_are_sentences() -> None:
     assert fragments(text) == ["Of a rank.", "It runs."]
 
 
+def test_docstrings_of_kernels_say_what_a_thing_is() -> None:
+    """The docstring of a kernel's part begins with what the part is or does, not with a question."""
+    found = [
+        f"{path.relative_to(ROOT)}: {(ast.get_docstring(node) or '')[:60]}"
+        for path in sorted((ROOT / "cute_kernels").rglob("*.py"))
+        if path.parent.name != "gemm"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef))
+        and re.match("(As|How|Of|What|Where|Which) ", ast.get_docstring(node) or "")
+    ]
+    assert not found, "\n".join(found)
+
+
 IDENTIFIERS = {r"refus": "reject", r"mend": "fix"}
 """Pattern in the name of a function, class, constant or attribute -> what to write instead."""
 
