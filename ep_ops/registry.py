@@ -43,6 +43,8 @@ def reject(name: str) -> NoReturn:
     """Raise RuntimeError for a communicator that does not exist here, or that existed before the living one of that
     name."""
     state = "was destroyed" if name in _destroyed or name in living else "does not exist in this process"
+    if name in living:
+        state += ", and another one has its name now"
     if name in _inherited and name not in _destroyed:
         state = (
             f"was created by process {_inherited[name][1]}, from which this process was forked; a child process must"

@@ -153,8 +153,8 @@ class LowLatency:
             round_scale: scales are powers of two.
             use_ue8m0: with ``round_scale``: four exponents in an int32, [El, W C, ceil(H / 512)].
             topk_weights: [T, K], not in DeepEP's interface: the weights that the combine applies. They are sent with
-                the tokens, on all ranks or on none. A combine with this tensor, unchanged, and the same ``topk_idx``
-                then needs no exchange of its own for the weights.
+                the tokens, on all ranks or on none. A combine with this tensor and the same ``topk_idx``, both
+                unchanged, then needs no exchange of its own for the weights; this must hold on all ranks or on none.
 
         A RuntimeWarning says once if there are more tokens than the latency kernels take, in which case the throughput
         kernels run.
