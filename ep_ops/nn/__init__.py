@@ -12,7 +12,7 @@ from ep_ops.nn.lists import ExpertLists, expert_lists, gather_rows, reduce_rows
 from ep_ops.nn.live_rows import swiglu_quantized, swiglu_rows
 from ep_ops.nn.losses import expert_counts, load_balancing_loss, router_z_loss, update_expert_bias_
 from ep_ops.nn.moe_layer import DenseMoE, MoELayer, Routing, swiglu
-from ep_ops.nn.parallel import clip_grad_norm_, expert_parameters, keep_experts_apart
+from ep_ops.nn.parallel import clip_grad_norm_, dropped_rows, expert_parameters, keep_experts_apart
 from ep_ops.nn.per_expert import expert_of_rows, mask_rows, of_rows
 from ep_ops.nn.places import gather_mm, places_route, weights_of_places
 from ep_ops.nn.routing import Routed, Router
@@ -20,11 +20,10 @@ from ep_ops.nn.scaled import scaled_grouped_mm
 from ep_ops.overflow import recomputing
 
 __all__ = [
-    "TORCH", "Computed", "DenseMoE", "ExpertLists", "ExpertModule", "Experts", "Gemms", "MoELayer", "Routed", "Router",
-    "Routing", "clip_grad_norm_", "expert_counts", "expert_lists", "expert_mlp", "expert_of_rows", "expert_parameters",
-    "few_rows_mlp", "few_rows_mlp_e4m3", "gather_mm", "gather_rows", "grouped_mm", "interleave", "load_experts",
-    "keep_experts_apart",
-    "load_balancing_loss", "mask_rows", "of_rows", "places_route", "recomputing", "reduce_rows", "router_z_loss",
-    "scaled_grouped_mm", "swiglu", "swiglu_quantized", "swiglu_rows", "update_expert_bias_", "weights_gradient",
-    "weights_of_places",
+    "TORCH", "Computed", "DenseMoE", "ExpertLists", "ExpertModule", "Experts", "Gemms", "MoELayer", "Routed",
+    "Router", "Routing", "clip_grad_norm_", "dropped_rows", "expert_counts", "expert_lists", "expert_mlp",
+    "expert_of_rows", "expert_parameters", "few_rows_mlp", "few_rows_mlp_e4m3", "gather_mm", "gather_rows", "grouped_mm",
+    "interleave", "load_experts", "keep_experts_apart", "load_balancing_loss", "mask_rows", "of_rows", "places_route",
+    "recomputing", "reduce_rows", "router_z_loss", "scaled_grouped_mm", "swiglu", "swiglu_quantized", "swiglu_rows",
+    "update_expert_bias_", "weights_gradient", "weights_of_places",
 ]  # fmt: skip

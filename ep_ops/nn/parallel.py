@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -124,6 +125,29 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     total = total.sqrt()
     for held in kinds.values():
         torch.nn.utils.clip_grads_with_norm_(held, max_norm, total)
+    return total
+
+
+def dropped_rows(model: nn.Module, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the number of rows that the experts of a model have dropped since it was created: the sum of the buffers
+    ``dropped`` of its modules with experts, over the ranks of ``group``. Collective.
+
+    Args:
+        model: the model.
+        group: ranks whose experts count; None: the default group, or this process if torch.distributed is not
+            initialized.
+
+    Returns:
+        Tensor: int64 [], equal on all ranks.
+    """
+    named: list[Any] = [getattr(layer, "dropped", None) for _, layer in expert_layers(model)]
+    counts = [dropped for dropped in named if isinstance(dropped, Tensor)]
+    device = counts[0].device if counts else next(model.parameters()).device
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for dropped in counts:
+        total += dropped.sum()
+    if dist.is_initialized():
+        dist.all_reduce(total, group=group)
     return total
 
 

@@ -35,6 +35,12 @@ def communicates(node: Node) -> bool:
     return is_collective(node)
 
 
+def calls_operators(node: Node) -> bool:
+    """Return whether a node is the call of a subgraph that contains an ep operator."""
+    is_call = isinstance(node.target, torch._ops.HigherOrderOperator)
+    return is_call and has_operators(_subgraphs(node))
+
+
 def has_operators(graphs: list[Graph]) -> bool:
     """Return whether any of the graphs contains an ep operator."""
     return any(node.target in EP_OPERATORS for graph in graphs for node in graph.nodes)

@@ -105,7 +105,7 @@ def hooks() -> list[tuple[Any, str, Callable[..., Any]]]:
     Raises:
         AttributeError, ImportError: this version of PyTorch lacks something.
     """
-    from torch._inductor import codecache, compile_fx, graph
+    from torch._inductor import codecache, compile_fx, constant_folding, graph
     from torch._inductor.fx_passes import post_grad
 
     return [
@@ -114,6 +114,8 @@ def hooks() -> list[tuple[Any, str, Callable[..., Any]]]:
         (compile_fx, "_recursive_post_grad_passes", _number),
         (post_grad, "reorder_for_locality", _keep_order),
         (graph.GraphLowering, "run_node", _in_sequence),
+        (constant_folding.ConstantFolder, "_deduce_value", _fold),
+        (Node, "is_impure", _is_impure),
         *partition.hooks(),
     ]
 
@@ -145,6 +147,16 @@ def _add_digest(init: Callable[..., None], details: Any, *args: Any, **kwargs: A
     lowerings, gradients and fakes."""
     init(details, *args, **kwargs)
     details.ep_ops = digest_of(SOURCES)
+
+
+def _fold(deduce: Callable[..., Any], folder: Any, node: Node) -> Any:
+    """Let Inductor compute constants, except results of nodes that communicate (``freezing``)."""
+    return folder.unknown_value if collectives.communicates(node) else deduce(folder, node)
+
+
+def _is_impure(is_impure: Callable[..., bool], node: Node, *args: Any, **kwargs: Any) -> bool:
+    """Keep calls of subgraphs with ep operators, also if their results are not used."""
+    return is_impure(node, *args, **kwargs) or collectives.calls_operators(node)
 
 
 def _record_split(passes: Callable[..., Any], module: GraphModule, *args: Any, **kwargs: Any) -> Any:

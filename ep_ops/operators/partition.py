@@ -52,7 +52,7 @@ def _save_and_mark(save: Callable[..., None], joint_module: torch.fx.GraphModule
 
 def _is_kept(is_not_collective: Callable[[Node], bool], node: Node) -> bool:
     """Return whether a node without users stays in a forward or backward graph."""
-    return is_not_collective(node) or _MARKED in node.meta
+    return is_not_collective(node) or _MARKED in node.meta or collectives.calls_operators(node)
 
 
 def mark(graph: Graph) -> None:
@@ -99,8 +99,9 @@ def mark(graph: Graph) -> None:
 
 
 def _starts_backward(node: Node) -> bool:
-    is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
-    return is_tangent or node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+    if node.op == "placeholder":  # in a region's graph, those of the forward pass have tags of the graph around it
+        return "tangents" in str(node.target)
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
 def _maker(node: Node) -> Node:

@@ -24,6 +24,7 @@ from ep_ops.nn import (
     TORCH,
     MoELayer,
     Router,
+    dropped_rows,
     expert_parameters,
     keep_experts_apart,
     load_balancing_loss,
@@ -357,3 +358,20 @@ def batched() -> None:
 
 def test_batched_gradients() -> None:
     run_ranks(2, batched)
+
+
+def counted_drops() -> list[int]:
+    rank = dist.get_rank()
+    with ep_ops.Communicator(**SIZES | {"max_tokens_per_rank": 40}) as comm:
+        model = nn.Sequential(MoELayer(comm, F, capacity=64), MoELayer(comm, F), MoELayer(comm, F, capacity=48))
+        before = int(dropped_rows(model))
+        model(torch.randn(30 + 10 * rank, H))
+        own = sum(int(layer.experts.dropped.sum()) for layer in model)
+        alone = dist.new_group([rank], use_local_synchronization=True)
+        return [before, own, int(dropped_rows(model)), int(dropped_rows(model, alone))]
+
+
+def test_dropped_rows() -> None:
+    first, second = run_ranks(2, counted_drops)
+    assert first[0] == second[0] == 0 and first[2] == second[2] == first[1] + second[1] > 0
+    assert (first[3], second[3]) == (first[1], second[1])
