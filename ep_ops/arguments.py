@@ -14,14 +14,22 @@ LARGE = 0.1
 """A receive buffer of the default capacity that takes more than this part of a GPU's memory is warned of."""
 
 
+def launched_ranks() -> int:
+    """Return the number of processes that a launcher has started according to WORLD_SIZE; 1 if it is not a number."""
+    given = os.environ.get("WORLD_SIZE", "")
+    return int(given) if given.isascii() and given.isdecimal() else 1
+
+
 def group_of(group: Any) -> dist.ProcessGroup | None:
     """Return the process group that was passed as ``group``. TypeError or ValueError for anything else."""
-    if group is not None and not hasattr(group, "size"):
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns on other ranks
+        raise TypeError("group does not contain this rank; allowed: a process group of which this rank is a member")
+    if group is not None and not isinstance(group, (dist.ProcessGroup, DeviceMesh)):
         raise TypeError(f"group is {group!r}; allowed: a process group, a DeviceMesh of one dimension, or None")
     if group is None:
         if dist.is_available() and dist.is_initialized():
             return dist.group.WORLD
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if launched_ranks() > 1:
             warnings.warn(
                 "this communicator consists of this process alone, because torch.distributed is not initialized, but"
                 f" WORLD_SIZE is {os.environ['WORLD_SIZE']}. Call torch.distributed.init_process_group() first.",

@@ -101,7 +101,7 @@ class Communicator(Methods):
         device: torch.device | str | int | None = None,
         **options: Unpack[ConfigOptions],
     ) -> None:
-        self._mesh: DeviceMesh | None = group if isinstance(group, DeviceMesh) and group.mesh_dim_names else None
+        self._mesh = _mesh_of(group)
         self.group = group_of(group)
         self.device, self.multiprocessors = torch.device("cpu"), 0
         self.exchange = Exchange(self.group, self.device)
@@ -188,12 +188,13 @@ class Communicator(Methods):
             TypeError, ValueError: as for :class:`Communicator`.
         """
         try:
-            key = group_of(group), configured("Communicator.shared", config, options), device
+            given = configured("Communicator.shared", config, options)
+            key = group_of(group), _mesh_of(group), device, given
             found = _shared.get(key)
         except Exception:  # creation raises the error on all ranks
             return cls(group, config, device=device, **options)
         if found is None or found.destroyed:
-            found = _shared[key] = cls(group, key[1], device=device)
+            found = _shared[key] = cls(group, given, device=device)
         return found
 
     def __copy__(self) -> Communicator:
@@ -515,6 +516,11 @@ class Communicator(Methods):
     def __repr__(self) -> str:
         state = "destroyed" if self.destroyed else self.backend.name
         return f"<ep_ops.Communicator {self.name!r} rank {self.rank}/{self.world_size} {state} on {self.device}>"
+
+
+def _mesh_of(group: Any) -> DeviceMesh | None:
+    """Return ``group`` if it is a mesh whose dimension has a name, over which experts are then sharded."""
+    return group if isinstance(group, DeviceMesh) and group.mesh_dim_names else None
 
 
 def _problem_of_formats(formats: Sequence[tuple[str, str]]) -> str | None:

@@ -59,7 +59,11 @@ def _int(least: int, most: int | None = None, optional: bool = False) -> Rule:
 def _one_of(*values: Any, **more: Any) -> Rule:
     """Allow some values."""
     words = ", ".join(repr(value) if isinstance(value, str) else str(value) for value in values)
-    return {"holds": lambda value: value in values, "words": f"one of {words}", **more}
+
+    def holds(value: Any) -> bool:  # comparing with an array gives an array
+        return any(isinstance(value, type(one)) and value == one for one in values)
+
+    return {"holds": holds, "words": f"one of {words}", **more}
 
 
 def _ints(text: str) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ep_ops import Communicator
-from ep_ops.commands.launch import gpu_count, launch, process_group
+from ep_ops.commands.launch import NO_OUTPUT, gpu_count, launch, process_group
 
 from . import against
 from .figures import machine_line
@@ -143,9 +144,11 @@ class Run(contextlib.AbstractContextManager[Any]):
 
         Without it each rank compiles them in its warmup. Does nothing without the cute backend or a disk cache.
         """
+        if self.world_size == 1 or comms[0].backend.name != "cute":
+            return
         from cute_kernels import jit
 
-        if self.world_size == 1 or comms[0].backend.name != "cute" or jit.cache_dir() is None:
+        if jit.cache_dir() is None:
             return
         from ep_ops.backends.cute.backend import all_kernels
         from ep_ops.commands.compile import arch_of, compile_all
@@ -157,8 +160,13 @@ class Run(contextlib.AbstractContextManager[Any]):
         self.say(f"{len(wanted)} kernels are compiled")
 
     def save(self) -> None:
-        if self.rank == 0 and self.args.out is not None:
+        if self.rank != 0 or self.args.out is None:
+            return
+        try:
             write(self.found, self.args.out)
+        except OSError as error:
+            print(f"{self.args.out} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+            raise SystemExit(NO_OUTPUT) from None
 
     def say(self, text: str) -> None:
         if self.rank == 0:

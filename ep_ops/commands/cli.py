@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from ep_ops.commands.arguments import add_device_options, choose_device, multiple_of, positive
-from ep_ops.commands.launch import launch
+from ep_ops.commands.launch import NO_OUTPUT, launch, output_is_lost
 
 TOOLCHAIN = "cutlass", "tvm_ffi", "cuda"
 """Packages that the extras cu12 and cu13 install."""
@@ -23,14 +23,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the command's arguments. None: those of the process.
 
     Returns:
-        Exit code: 0 done, 1 failed, 2 wrong usage or a missing optional package, 130 interrupted, 143 terminated.
+        Exit code: 0 done, 1 failed, 2 wrong usage or a missing optional package, 74 output cannot be written,
+        130 interrupted, 143 terminated.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     try:
-        if args[:1] == ["bench"]:
-            return bench(args[1:])  # the benchmarks have their own options
-        options = parser().parse_args(args)
-        return options.run(options)
+        code = _run(args)
+        sys.stdout.flush()
+        return code
+    except OSError:
+        if not output_is_lost():
+            raise
+        return NO_OUTPUT
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]
         if package not in TOOLCHAIN:
@@ -41,6 +45,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         print("\ninterrupted; all processes have ended", file=sys.stderr)
         return 143 if isinstance(interrupt, Terminated) else 130
+
+
+def _run(args: list[str]) -> int:
+    from torch.multiprocessing import ProcessExitedException
+
+    try:
+        if args[:1] == ["bench"]:
+            return bench(args[1:])  # the benchmarks have their own options
+        options = parser().parse_args(args)
+        return options.run(options)
+    except ProcessExitedException as failure:
+        if failure.exit_code != NO_OUTPUT:
+            raise
+        return NO_OUTPUT
 
 
 def parser() -> argparse.ArgumentParser:
@@ -126,6 +144,8 @@ def run_demo(args: argparse.Namespace) -> int:
     try:
         launch(decode if args.decode else train, options.ranks, options)
     except (ProcessRaisedException, ProcessExitedException) as failure:
+        if getattr(failure, "exit_code", None) == NO_OUTPUT:
+            return NO_OUTPUT
         print(f"\nep-ops demo failed:{failure}", file=sys.stderr)
         return 1
     return 0

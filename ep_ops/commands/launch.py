@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+NO_OUTPUT = 74
+"""Exit code of a process whose output cannot be written."""
 GRACE = 5.0  # seconds between asking the remaining processes to end and killing them
 
 
@@ -53,11 +55,32 @@ def _run(rank: int, function: Callable[..., None], *args: object) -> None:
     If anything still refers to a process group, gloo's threads outlive destroy_process_group, and one that frees a
     tensor during finalization aborts the process (github.com/pytorch/pytorch/pull/179291).
     """
-    function(rank, *args)
+    try:
+        function(rank, *args)
+        sys.stdout.flush()
+    except OSError:
+        if not output_is_lost():
+            raise
+        os._exit(NO_OUTPUT)
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def output_is_lost() -> bool:
+    """Return whether standard output cannot be written. If so, say why, unless its reader has ended (``| head``), and
+    discard what is not written yet."""
+    try:
+        os.write(sys.stdout.fileno(), b"\n")  # streams do not repeat what failed
+    except BrokenPipeError:
+        pass
+    except OSError as error:
+        print(f"standard output cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+    else:
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def gpu_count() -> int:

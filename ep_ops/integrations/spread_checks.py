@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from ep_ops.arguments import launched_ranks
 from ep_ops.communicator import Communicator, reject_destroyed
 from ep_ops.config import options
 from ep_ops.group import leaving, meeting
@@ -21,8 +21,8 @@ from ep_ops.group.exchange import Exchange
 
 def check_launch(group: Any) -> None:
     """Raise RuntimeError if a launcher has started several processes that do not know each other yet."""
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    if group is None and not dist.is_initialized() and ranks.isdecimal() and int(ranks) > 1:
+    ranks = launched_ranks()
+    if group is None and not dist.is_initialized() and ranks > 1:
         raise RuntimeError(
             f"WORLD_SIZE is {ranks} in the environment, but torch.distributed is not initialized, so every process"
             " would keep all experts; call torch.distributed.init_process_group() before spread_experts"

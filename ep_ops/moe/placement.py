@@ -104,7 +104,8 @@ def balanced(load: Sequence[float], held: Sequence[int], before: Sequence[int] |
 
     Replicas are given one by one to the expert with most rows per replica. Weights stay where they were ``before`` as
     far as their replicas are still needed. The others are placed by decreasing load on the least loaded rank that has
-    room and does not hold the expert yet. Then the most loaded rank swaps experts with other ranks while it exceeds the
+    room and does not hold the expert yet. Replicas of an expert that share a rank are exchanged for experts of ranks
+    without one. Then the most loaded rank swaps experts with other ranks while it exceeds the
     mean by more than ``SLACK`` and the swap helps. The result is the same on all ranks for the same arguments.
 
     Args:
@@ -144,8 +145,29 @@ def balanced(load: Sequence[float], held: Sequence[int], before: Sequence[int] |
             apart = [rank for rank in free if expert not in there[rank]]
             best = min(apart or free, key=lambda rank: sum(share[e] for e in there[rank]))
             there[best].append(expert)
+    _separate(there, share)
     _swap(there, share)
     return tuple(itertools.chain(*map(_settled, there, was)))
+
+
+def _separate(there: list[list[int]], share: Sequence[float]) -> None:
+    """Exchange replicas that share a rank with another one of their expert for experts of ranks that have none, as far
+    as there are such ranks."""
+    total = [sum(share[e] for e in own) for own in there]
+    for rank, own in enumerate(there):
+        for mine in {expert for expert in own if own.count(expert) > 1}:
+            while own.count(mine) > 1:
+                swaps = [
+                    (max(total[rank] - share[mine] + share[e], total[other] + share[mine] - share[e]), other, e)
+                    for other, theirs in enumerate(there) if mine not in theirs
+                    for e in theirs if e not in own
+                ]  # fmt: skip
+                if not swaps:
+                    break
+                _, other, e = min(swaps)
+                own[own.index(mine)], there[other][there[other].index(e)] = e, mine
+                total[rank] += share[e] - share[mine]
+                total[other] += share[mine] - share[e]
 
 
 def _swap(there: list[list[int]], share: Sequence[float]) -> None:

@@ -22,8 +22,8 @@ from ep_ops.overflow import recomputing
 __all__ = [
     "TORCH", "Computed", "DenseMoE", "ExpertLists", "ExpertModule", "Experts", "Gemms", "MoELayer", "Routed",
     "Router", "Routing", "clip_grad_norm_", "dropped_rows", "expert_counts", "expert_lists", "expert_mlp",
-    "expert_of_rows", "expert_parameters", "few_rows_mlp", "few_rows_mlp_e4m3", "gather_mm", "gather_rows", "grouped_mm",
-    "interleave", "load_experts", "keep_experts_apart", "load_balancing_loss", "mask_rows", "of_rows", "places_route",
-    "recomputing", "reduce_rows", "router_z_loss", "scaled_grouped_mm", "swiglu", "swiglu_quantized", "swiglu_rows",
-    "update_expert_bias_", "weights_gradient", "weights_of_places",
+    "expert_of_rows", "expert_parameters", "few_rows_mlp", "few_rows_mlp_e4m3", "gather_mm", "gather_rows",
+    "grouped_mm", "interleave", "load_experts", "keep_experts_apart", "load_balancing_loss", "mask_rows", "of_rows",
+    "places_route", "recomputing", "reduce_rows", "router_z_loss", "scaled_grouped_mm", "swiglu",
+    "swiglu_quantized", "swiglu_rows", "update_expert_bias_", "weights_gradient", "weights_of_places",
 ]  # fmt: skip

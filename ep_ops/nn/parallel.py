@@ -6,7 +6,7 @@ averages, and experts, each held by one rank of the communicator, whose gradient
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -93,14 +93,15 @@ def _raise_for_ddp(wrapper: nn.Module, name: str, model: Any) -> None:
     if taken := [name for name, p in model.named_parameters() if id(p) in experts and name not in ignored]:
         raise ValueError(
             f"DistributedDataParallel would replace the experts of all ranks by those of rank 0: {', '.join(taken)};"
-            " call ep_ops.nn.keep_experts_apart(model, ranks=...) first"
+            " call ep_ops.nn.keep_experts_apart(model, ranks=...) first, on the module that DistributedDataParallel"
+            " gets, and compile the module that it returns"
         )
 
 
 register_module_module_registration_hook(_raise_for_ddp)
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+def clip_grad_norm_(model: nn.Module | Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale the gradients of a model so that their 2-norm is at most ``max_norm``. Collective.
 
     Like ``torch.nn.utils.clip_grad_norm_``, but for parameters on different meshes: experts that are sharded over
@@ -108,17 +109,18 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     once, so the norm is that of the model with all experts, and equal on all ranks.
 
     Args:
-        model: the model, whose gradients are changed in place.
+        model: the model, or its parameters, whose gradients are changed in place.
         max_norm: the largest norm.
 
     Returns:
         The norm before scaling, [].
     """
-    kinds: dict[Any, list[nn.Parameter]] = {}  # by mesh
-    for p in model.parameters():
+    parameters = list(model.parameters() if isinstance(model, nn.Module) else model)
+    kinds: dict[Any, list[Tensor]] = {}  # by mesh
+    for p in parameters:
         if p.grad is not None:
             kinds.setdefault(p.grad.device_mesh if isinstance(p.grad, DTensor) else None, []).append(p)
-    total = torch.zeros((), device=next(model.parameters()).device)
+    total = torch.zeros((), device=parameters[0].device if parameters else None)
     for held in kinds.values():
         norm = torch.nn.utils.get_total_norm([p.grad for p in held if p.grad is not None])
         total = total + (norm.full_tensor() if isinstance(norm, DTensor) else norm).float() ** 2

@@ -430,3 +430,43 @@ def test_examples_of_the_documentation_run(
     script = tmp_path / "example.py"
     script.write_text(example + behind)
     run_ranks(1, run_script, str(script))
+
+
+TINY = {
+    "throughput": ["--preset", "tiny", "--ranks", "2"],
+    "latency": ["--tokens", "1", "--hidden", "64", "--experts", "8", "--top-k", "2", "--replays", "2"],
+}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.drawn) for kind in TINY])
+def test_bench_on_a_cpu_without_the_kernels_packages(kind: str, tmp_path: Path) -> None:
+    for name in ("cutlass", "cuda", "tvm_ffi"):
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('No module named {name}', name='{name}')")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)])])
+    command = [sys.executable, "-m", "ep_ops", "bench", kind, "--device", "cpu", *TINY[kind]]
+    done = run([*command, "--out", "/dev/full"], PYTHONPATH=path)
+    assert done.returncode == 74, done.stderr
+    assert "/dev/full cannot be written: No space left on device" in done.stderr and "Traceback" not in done.stderr
+    done = run([*command, "--out", str(tmp_path / "out.json")], PYTHONPATH=path)
+    assert done.returncode == 0 and (tmp_path / "out.json").read_text().startswith("{"), done.stderr
+
+
+DEMO = ["demo", "--device", "cpu", "--eager", "--steps", "4", "--sequences", "2"]
+
+
+@pytest.mark.parametrize(("command", "reason"), [
+    (DEMO, ""), (["doctor"], "No space left on device"),
+    pytest.param(DEMO, "No space left on device", marks=pytest.mark.drawn),
+    pytest.param(["doctor"], "", marks=pytest.mark.drawn),
+])  # fmt: skip
+def test_output_that_nobody_reads_and_a_full_disk(command: list[str], reason: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)  # as after | head
+    given = os.open("/dev/full", os.O_WRONLY) if reason else writing
+    done = subprocess.run(
+        [sys.executable, "-m", "ep_ops", *command], stdout=given, stderr=subprocess.PIPE, text=True, timeout=200
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (74, False), done.stderr
+    assert f"standard output cannot be written: {reason}" in done.stderr if reason else "written" not in done.stderr
+    for descriptor in {given, writing}:
+        os.close(descriptor)

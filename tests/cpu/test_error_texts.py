@@ -82,3 +82,36 @@ def test_pickles() -> None:
         with pytest.raises(TypeError, match="a MoECommunicator cannot be pickled; create it in each process"):
             pickle.dumps(moe)
         assert pickle.loads(pickle.dumps(moe.comm)) is moe.comm
+
+
+OPTIONS = [
+    "num_experts", "hidden_size", "top_k", "max_tokens_per_rank", "dtype", "experts_per_rank", "alignment", "backend",
+    "timeout", "dispatch_sms", "combine_sms", "latency_max_tokens", "symmetric_rows", "strict", "domain_size",
+    "staging_bytes", "overflow", "name", "check", "wire", "bundle", "device", "group",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("make", [ep_ops.Communicator, ep_ops.Communicator.shared])
+def test_options_in_arrays(make: Any, option: str) -> None:
+    given = {**SIZES, "device": "cpu", option: numpy.array([1, 2])}
+    with pytest.raises((TypeError, ValueError), match=rf"{option} is array\(\[1, 2\]\); allowed: "):
+        make(**given)
+
+
+@pytest.mark.parametrize(("option", "value"), [("group", 8), ("device", -1), ("strict", "no"), ("strict", 2)])
+def test_options_of_other_types(option: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"{option} is {value!r}; allowed: "):
+        ep_ops.Communicator(**{**SIZES, "device": "cpu", option: value})
+
+
+def test_a_group_without_this_rank() -> None:
+    with pytest.raises(TypeError, match="group does not contain this rank; allowed: "):
+        ep_ops.Communicator(torch.distributed.GroupMember.NON_GROUP_MEMBER, **SIZES, device="cpu")
+
+
+@pytest.mark.parametrize("given", ["", "abc", "1", "0", "-3"])
+def test_a_world_size_that_says_nothing(given: str, monkeypatch: pytest.MonkeyPatch, recwarn: Any) -> None:
+    monkeypatch.setenv("WORLD_SIZE", given)
+    ep_ops.Communicator(**SIZES, device="cpu").destroy()
+    assert not [one for one in recwarn if "WORLD_SIZE" in str(one.message)]

@@ -322,3 +322,24 @@ def test_ranges_have_names() -> None:
         output, handle = finished[0].wait()
         moe.combine_async(output.x, handle).wait()
     assert not split & {event.name for event in seen.events() or ()}
+
+
+def doubles(placement: tuple[int, ...], held: list[int]) -> int:
+    ends = [sum(held[: rank + 1]) for rank in range(len(held))]
+    ranks = [placement[end - count : end] for end, count in zip(ends, held, strict=True)]
+    return sum(len(own) - len(set(own)) for own in ranks)
+
+
+def test_replicas_lie_on_different_ranks_after_rebalancing() -> None:
+    assert doubles(balanced([8, 8, 1, 8], [2, 2, 2], (3, 0, 0, 2, 2, 1)), [2, 2, 2]) == 0
+    draw = random.Random(cases.fresh_seed())
+    for ranks, experts, extra in ((2, 8, 2), (4, 16, 8), (8, 64, 8), (16, 96, 32)):
+        held, before = [(experts + extra) // ranks] * ranks, None
+        for _ in range(12):
+            load = [draw.paretovariate(1.2) * 1000 for _ in range(experts)]
+            after = balanced(load, held, before)
+            assert doubles(after, held) == 0 and set(after) == set(range(experts)) and len(after) == sum(held)
+            before = after
+    unequal = [4, 1, 1]  # more replicas than ranks have room for elsewhere
+    found = balanced([100, 1], unequal, (0, 1, 0, 1, 0, 1))
+    assert len(found) == 6 and set(found) == {0, 1}

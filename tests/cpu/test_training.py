@@ -24,6 +24,7 @@ from ep_ops.nn import (
     TORCH,
     MoELayer,
     Router,
+    clip_grad_norm_,
     dropped_rows,
     expert_parameters,
     keep_experts_apart,
@@ -375,3 +376,14 @@ def test_dropped_rows() -> None:
     first, second = run_ranks(2, counted_drops)
     assert first[0] == second[0] == 0 and first[2] == second[2] == first[1] + second[1] > 0
     assert (first[3], second[3]) == (first[1], second[1])
+
+
+def test_a_gradient_norm_of_parameters() -> None:
+    models = [nn.Linear(4, 4) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        model(torch.ones(3, 4)).square().sum().backward()
+    norms = [clip_grad_norm_(models[0], 0.5), clip_grad_norm_(models[1].parameters(), 0.5)]
+    torch.testing.assert_close(norms[0], norms[1])
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)

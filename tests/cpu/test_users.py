@@ -318,3 +318,17 @@ def meshes() -> int:
 
 def test_meshes() -> None:
     assert run_ranks(2, meshes) == [2, 2]
+
+
+def shared_on_a_mesh() -> list[Any]:
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "experts"))["experts"]
+    first = ep_ops.Communicator.shared(mesh.get_group(), **SIZES)
+    second, again = (ep_ops.Communicator.shared(mesh, **SIZES) for _ in range(2))
+    names = [comm.expert_mesh().mesh_dim_names for comm in (first, second)]
+    found = [first is second, second is again, *names]
+    first.destroy(), second.destroy()
+    return found
+
+
+def test_shared_communicators_keep_the_mesh_that_was_given() -> None:
+    assert run_ranks(2, shared_on_a_mesh) == [[False, True, ("ep",), ("experts",)]] * 2
