@@ -219,7 +219,7 @@ class LatencyMode(_Mode):
             how = {"format": "e4m3/128/fp32", "scales_as": "columns"}
             if packed:
                 how = {"format": "e4m3/128/pow2", "scales_as": "packed"}
-        send = comm.dispatch_start if self.split else comm.dispatch
+        send: Any = comm.dispatch_start if self.split else comm.dispatch
         started = send(
             hidden_states.contiguous(), ids, weights.float(), layout="padded", slots=comm.world_size * self.tokens,
             alignment=1, max_tokens=self.tokens, **how,
@@ -247,7 +247,7 @@ class LatencyMode(_Mode):
         if self.overlap_args is not None:
             raise NotImplementedError("EP_OPS_SGLANG does not support --enable-single-batch-overlap")
         sent = self._taken()
-        send = self.comm.combine_start if self.split else self.comm.combine
+        send: Any = self.comm.combine_start if self.split else self.comm.combine
         return (send(hidden_states.view(-1, hidden_states.shape[-1]), sent.route, sent.weights),)
 
     @torch.no_grad()
