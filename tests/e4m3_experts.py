@@ -12,7 +12,8 @@ def weights_of(experts: int, hidden: int, width: int, seed: int, *, powers: bool
     draw = torch.Generator().manual_seed(seed)
     made: list[Tensor] = []
     for rows, columns in ((2 * width, hidden), (hidden, width)):
-        codes = (torch.randn(experts, rows, columns, generator=draw) * 100).to(torch.float8_e4m3fn)
+        numbers = (torch.randn(experts, rows, columns, generator=draw) * 100).clamp(-448, 448)
+        codes = numbers.to(torch.float8_e4m3fn)  # which makes NaN of larger numbers before PyTorch 2.13
         scales = (torch.rand(experts, rows // 128, columns // 128, generator=draw) + 0.5) * columns**-0.5 / 100
         made += [codes, scales.log2().round().exp2().to(torch.float8_e8m0fnu) if powers else scales]
     return tuple(made)

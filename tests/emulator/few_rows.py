@@ -116,7 +116,8 @@ class QuantizedExperts:
         """Codes [E, rows, columns] and scales."""
         experts = len(self.of.counts)
         generator = torch.Generator().manual_seed(self.draw.getrandbits(31))
-        codes = (torch.randn(experts, rows, columns, generator=generator) * 100).to(torch.float8_e4m3fn)
+        numbers = (torch.randn(experts, rows, columns, generator=generator) * 100).clamp(-448, 448)
+        codes = numbers.to(torch.float8_e4m3fn)  # which makes NaN of larger numbers before PyTorch 2.13
         scales = (torch.rand(experts, rows // 128, columns // 128, generator=generator) + 0.5) * columns**-0.5 / 100
         scales[torch.tensor(self.of.counts) == 0] = torch.nan
         return codes, scales
