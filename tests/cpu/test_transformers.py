@@ -202,6 +202,8 @@ def test_token_major_rows_need_swiglu_experts_without_biases() -> None:
             spread_experts(made(kind, "eager"), max_tokens_per_rank=16, rows="token_major")
     with pytest.raises(ValueError, match="places is 5; allowed: positive multiples of alignment 16"):
         spread_experts(made("qwen3_moe", "eager"), max_tokens_per_rank=16, rows="token_major", places=5)
+    for comm in list(ep_ops.registry.living.values()):
+        comm.destroy()
 
 
 def test_register_says_which_version_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
