@@ -111,19 +111,19 @@ def cache_dir() -> Path | None:
     """Return the folder of compiled kernels: EP_OPS_CACHE_DIR, by default ~/.cache/ep_ops; None if the variable is
     empty."""
     folder = os.environ.get("EP_OPS_CACHE_DIR", os.path.join(os.path.expanduser("~"), ".cache", "ep_ops"))
-    return Path(folder) if folder else None
+    return Path(folder).expanduser() if folder else None
 
 
 def rejection(folder: Path) -> str | None:
-    """Return why nothing is loaded from `folder`, or None. Its files are executed, so it must belong to this user
-    alone."""
+    """Return why nothing is loaded from `folder`, or None. Its files are executed, so nobody but this user and root may
+    write there. A folder of root is read only, such as one that was filled when an image was built."""
     try:
         facts = folder.stat()
     except FileNotFoundError:
         return None
     except OSError as error:
         return str(error)
-    if facts.st_uid != os.geteuid():
+    if facts.st_uid not in (0, os.geteuid()):
         return f"it belongs to user {facts.st_uid}, and this process is of user {os.geteuid()}"
     if facts.st_mode & 0o022:
         return f"other users can write into it (mode {facts.st_mode & 0o777:o}; chmod 700 helps)"
@@ -282,7 +282,8 @@ def _alone(path: Path) -> Iterator[None]:
     LOCK_SECONDS, or if the file system has no locks: a kernel is then compiled twice, which only costs time, because
     files are replaced atomically."""
     try:
-        file = open(path, "wb")
+        # Private: whoever can open the file can hold its lock.
+        file = open(path, "wb", opener=partial(os.open, mode=0o600))
     except OSError:
         yield
         return

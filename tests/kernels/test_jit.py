@@ -290,6 +290,36 @@ def test_others_may_read(folder: Path, monkeypatch: pytest.MonkeyPatch, compiled
     assert compiled == []
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a folder of root")
+def test_a_folder_of_root_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[Any]) -> None:
+    """It was filled when an image was built, and the process is of another user."""
+    fill(folder, monkeypatch, compiled)
+    folder.chmod(0o755)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert callable(get())
+    assert compiled == []
+    folder.chmod(0o775)
+    assert "other users can write into it" in str(jit.rejection(folder))
+
+
+def test_the_home_of_a_user_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("EP_OPS_CACHE_DIR", "~/kernels")
+    assert jit.cache_dir() == tmp_path / "kernels"
+
+
+def test_locks_are_private(folder: Path) -> None:
+    mask = os.umask(0)
+    try:
+        get()
+    finally:
+        os.umask(mask)
+    (lock,) = folder.glob("*.lock")
+    assert lock.stat().st_mode & 0o777 == 0o600, "whoever opens it could hold it"
+
+
 def test_a_folder_that_cannot_be_made(folder: Path, compiled: list[Any]) -> None:
     folder.write_text("a file")
     with pytest.warns(RuntimeWarning, match="is not used, so every process compiles all kernels: .*File exists"):
