@@ -37,6 +37,7 @@ def leave(group: Any, number: int, rank: int, why: str) -> None:
         store.set(_left(rank), "")
         if why:
             store.compare_set("gone", "", why)
+        _end(store, group)
 
 
 def gone(group: Any, number: int) -> str | None:
@@ -69,7 +70,9 @@ def meet(group: Any, name: str, number: int, seconds: float, failed: Callable[[]
         store, ranks = store_of(group, number), range(dist.get_world_size(group))
         store.set(_left(dist.get_rank(group)), "")
         call = f"communicator {name!r}: destroy"
-        return _missing(call, ranks, lambda rank: store.check([_left(rank)]), seconds, failed)
+        missing = _missing(call, ranks, lambda rank: store.check([_left(rank)]), seconds, failed)
+        _end(store, group)
+        return missing
     except (RuntimeError, ValueError, KeyError, TypeError):  # TypeError: a group without a store (MPI)
         return []
 
@@ -108,6 +111,19 @@ def _missing(
             logger.warning(f"{call} waits for ranks {ranks}, {seconds:g} s at most")
         time.sleep(min(0.05, 0.001 + waited / 10))
     return list(ranks)
+
+
+def _end(store: dist.Store, group: Any) -> None:
+    """Count this rank, which does not read the store any more. The last rank deletes the communicator's keys."""
+    ranks = dist.get_world_size(group)
+    if store.add("ended", 1) == ranks:
+        for key in ("gone", "failed", *(f"{name}/{rank}" for name in _NAMES for rank in range(ranks)), "ended"):
+            store.delete_key(key)
+
+
+_NAMES = "left", "at", "save_pretrained"
+"""Names of keys that each rank writes: for its end, its operation (``backends/reference/waits.py``), and its calls of
+:func:`missing_in`."""
 
 
 def _left(rank: int) -> str:

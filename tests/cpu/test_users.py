@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -195,6 +196,28 @@ def groups_after_destroy() -> list[bool]:
 def test_no_process_group_outlives_destroy() -> None:
     """No process group outlives destroy; its threads would go on."""
     assert run_ranks(2, groups_after_destroy) == [[False, False]] * 2
+
+
+def keys_after_destroy() -> list[int]:
+    """Count the keys of the store before and after communicators, of which the second is left by an exception."""
+    store = dist.distributed_c10d._get_default_store()
+    counts = []
+    for number in range(4):
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+        x, idx = torch.zeros(2, SIZES["hidden_size"]), torch.tensor([[0, 1]] * 2)
+        with contextlib.suppress(KeyError), ep_ops.Communicator(**SIZES) as comm:
+            comm.dispatch(x, idx)
+            if number == 2:
+                raise KeyError(number)
+        dist.barrier()
+    return counts
+
+
+def test_communicators_leave_no_keys_in_the_store() -> None:
+    for counts in run_ranks(2, keys_after_destroy):
+        assert len(set(counts)) == 1, counts
 
 
 def unequal_pasts() -> tuple[bool, list[str]]:

@@ -292,7 +292,7 @@ def test_others_may_read(folder: Path, monkeypatch: pytest.MonkeyPatch, compiled
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a folder of root")
 def test_a_folder_of_root_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[Any]) -> None:
-    """It was filled when an image was built, and the process is of another user."""
+    """Read the cache of an image, which root has filled, as another user."""
     fill(folder, monkeypatch, compiled)
     folder.chmod(0o755)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
