@@ -38,7 +38,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"ep_ops.integrations.vllm needs vLLM 0.26 or 0.33, which failed to import: {error}. Install it with"
-        " pip install 'vllm>=0.33,<0.34' (what to install where there is no GPU: docs/recipes.md)."
+        " pip install 'vllm>=0.33,<0.34' (what to install where there is no GPU: CONTRIBUTING.md)."
     ) from error
 
 from ep_ops.communicator import Communicator
