@@ -265,12 +265,12 @@ class Section(NamedTuple):
         return self.record_bytes or ELEMENT_BYTES[self.element]
 
     @property
-    def count(self) -> int:
+    def length(self) -> int:
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        return self.count * self.element_bytes
+        return self.length * self.element_bytes
 
 
 def words(*shape: int) -> Section:

@@ -133,12 +133,12 @@ def words_come(ranks: Ranks) -> Int32:
     p = ranks.heap.problem
     count = Int32(0)
     for name in WORDS_OF_RANKS:
-        each = max(1, ranks.heap.section[name].count // p.world_size)
+        each = max(1, ranks.heap.section[name].length // p.world_size)
         for rank in cutlass.range(p.world_size):
             if not is_near(ranks, rank):
                 count += words_set(ranks, name, rank * each, Int32(each))
     for name in (*WORDS_OF_RAIL, *(name for name in WORDS_OF_LATENCY if name in ranks.heap.section)):
-        count += words_set(ranks, name, Int32(0), Int32(ranks.heap.section[name].count))
+        count += words_set(ranks, name, Int32(0), Int32(ranks.heap.section[name].length))
     return count
 
 

@@ -34,7 +34,7 @@ def begin_of(begins: Begins, expert: Int32) -> Int32:
     if const_expr(begins.start is not None):
         begin = begins.start[expert]
     elif expert > 0:
-        begin = begins.offs[expert - 1]
+        begin = begins.offs[expert - 1]  # type: ignore[index]
     return begin
 
 

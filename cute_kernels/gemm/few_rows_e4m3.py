@@ -56,7 +56,7 @@ class FewRowsE4M3(FewRows):
     """Multiply the rows of each expert by its weights. `depth`: half of K; `dtype`: of the result of the second GEMM;
     `transposed`: True."""
 
-    Args = FewRowsE4M3Args
+    Args = FewRowsE4M3Args  # type: ignore[assignment]
 
     @property
     def name(self) -> str:
@@ -105,7 +105,7 @@ class FewRowsE4M3(FewRows):
                         at = (Int64(part.begin + row) * self.scales + number) * 4
                         of_rows.append(ptx.ld_f32(args.scales + at))
                     for half in range_constexpr(2):
-                        sums = (Float32(0.0),) * 4
+                        sums: tuple[Float32, ...] = (Float32(0.0),) * 4
                         for k in range_constexpr(4):
                             sums = ptx.mma(sums, weights[2 * k + half], some[2 * k : 2 * k + 2], "e4m3")
                         for i in range_constexpr(4):

@@ -64,7 +64,7 @@ def st_v2(addr: Int64, words: Sequence[Any]) -> None:
     arch.inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[addr, words[0], words[1]])
 
 
-def part_of(packets: Int64, number: Int32, lane: Int32) -> Int64:
+def part_of(packets: Int64, number: Int32 | int, lane: Int32) -> Int64:
     """Return the address of a lane's 16 bytes in the packet of that number, from the address of consecutive packets."""
     return packets + number * PACKET_BYTES + lane * 16
 
