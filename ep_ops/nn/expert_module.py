@@ -39,8 +39,8 @@ class ExpertModule(nn.Module):
     It creates parameters of all experts that are sharded over the ranks, and reads this rank's shards. The gradient of
     an expert is a sum over the tokens of all ranks. A module that sets ``gradient_divisor`` divides the gradients of
     all weights that it reads with :meth:`local_weight`, for example to match other parameters, whose gradients data
-    parallelism averages. :func:`keep_experts_apart` sets the divisor of all modules of a model. docs/training.md shows
-    an example.
+    parallelism averages. :func:`keep_experts_apart` sets the divisor of all modules of a model.
+    docs/own-experts.md shows an example.
 
     A subclass sets ``self.comm``, creates each parameter with :meth:`from_local`, and reads it with
     :meth:`local_weight`.

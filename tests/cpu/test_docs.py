@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 
 import ep_ops
 from ep_ops.nn import MoELayer
@@ -150,7 +151,9 @@ def test_prose_has_at_most_132_columns(page: str) -> None:
 RUN_ELSEWHERE = {
     "README.md": "test_cli.py",
     "docs/quickstart.md": "test_cli.py",
-    "docs/training.md": "test_training_page.py",
+    "docs/convert.md": "test_programs.py",
+    "docs/own-experts.md": "test_programs.py",
+    "docs/training.md": "test_programs.py",
 }
 """Pages whose blocks another test runs."""
 
@@ -159,6 +162,10 @@ MARK = re.compile(r"^<!-- Not run by the tests: (needs|replaces) .+\. -->$")
 
 SIZES = "num_experts=8, hidden_size=128, top_k=2, max_tokens_per_rank=8, dtype=torch.float32"
 SMALLER = {
+    "docs/decode.md": [
+        ("num_experts=128, hidden_size=2048, top_k=8, max_tokens_per_rank=4096", SIZES.replace("rank=8", "rank=64")),
+        ("intermediate_size=768", "intermediate_size=16"),
+    ],
     "docs/moe-communicator.md": [("num_experts=64, hidden_size=2048, top_k=8, max_tokens_per_rank=4096", SIZES)],
 }
 """Sizes with which blocks are run."""
@@ -189,15 +196,20 @@ def given(comm: ep_ops.Communicator) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("page", WITH_BLOCKS)
-def test_blocks_run(page: str) -> None:
-    """The code blocks of a page run in order, on one rank of the reference backend."""
+def run_blocks(page: str) -> None:
     with eval(f"ep_ops.Communicator({SIZES}, device='cpu')") as comm:
         names = given(comm)
         for block in blocks_of(page):
             exec(compile(block, str(ROOT / page), "exec"), names)
-        if "moe" in names:
-            names["moe"].destroy()
+        for made in (names.get("moe"), names["comm"]):
+            if made is not None:
+                made.destroy()
+
+
+@pytest.mark.parametrize("page", WITH_BLOCKS)
+def test_blocks_run(page: str) -> None:
+    """The code blocks of a page run in order, on one rank of the reference backend."""
+    run_ranks(1, run_blocks, page)
 
 
 def test_blocks_that_are_not_run_say_why() -> None:
