@@ -123,6 +123,8 @@ def spread_experts(
 
     Llama 4 is supported. Each expert computes the tokens that chose it; in the model's own code it computes all.
 
+    If only some ranks find an error, the others raise a ValueError with the same text.
+
     Args:
         model: the model, changed in place.
         group: process group. None: the default group.
@@ -141,8 +143,6 @@ def spread_experts(
         TypeError: an option is unknown, or follows from the model.
         RuntimeError: an optimizer holds parameters of the experts, or a launcher has started several processes but
             ``torch.distributed`` is not initialized.
-
-        If only some ranks find such an error, the others raise a ValueError with the same text.
     """
     check_launch(group)
     for block in model.modules():
