@@ -78,7 +78,8 @@ def run_convert(folder: str) -> None:
         optimizer.step()
     torch.testing.assert_close(names["norm"], norm, rtol=1e-3, atol=0)
     torch.testing.assert_close(model[1].router.weight, dense[1].gate.weight, rtol=0, atol=1e-4)
-    for local, expert in zip(model[1].experts.w_out.to_local(), dense[1].experts[4 * dist.get_rank() :], strict=False):
+    w_out: Any = model[1].experts.w_out
+    for local, expert in zip(w_out.to_local(), dense[1].experts[4 * dist.get_rank() :], strict=False):
         torch.testing.assert_close(local, expert.down_proj.weight.t(), rtol=0, atol=1e-4)
 
 
