@@ -85,11 +85,18 @@ def get(
             f"{kernel} is not compiled yet and a CUDA graph is being captured. Call Communicator.warmup(), or run the "
             "same operators once, before the capture."
         )
+    library = library_of(kernel)
+    if library and register is None:
+        raise ValueError(f"{type(kernel).__name__} is linked with {library}, which needs its handle: pass `register`")
     with _guard:
         lock = _locks.setdefault(key, threading.Lock())
     with lock:
         if key not in _loaded:
-            _loaded[key] = _load_or_compile(kernel, arch, partial(_load, kernel, register))
+            function = _load_or_compile(kernel, arch, partial(_load, tvm_ffi=not library))
+            if register is not None and library:
+                with _loading:
+                    function = LinkedFunction(function, len(kernel.signature()), register)
+            _loaded[key] = function
         return _loaded[key]
 
 
@@ -101,7 +108,7 @@ def prepare(kernel: Any, arch: str) -> None:
 def prepared(kernel: Any, arch: str) -> bool:
     """Return whether the compiled kernel is on disk."""
     folder = _private_dir()
-    return folder is not None and _is_whole(folder / f"{object_name(kernel, arch)}.o")
+    return folder is not None and _digest_in(folder / f"{object_name(kernel, arch)}.o") is not None
 
 
 # ---------------------------------------------------------------------- the folder
@@ -117,6 +124,7 @@ def cache_dir() -> Path | None:
 def rejection(folder: Path) -> str | None:
     """Return why nothing is loaded from `folder`, or None. Its files are executed, so nobody but this user and root may
     write there. A folder of root is read only, such as one that was filled when an image was built."""
+    folder = Path(os.path.realpath(folder))
     try:
         facts = folder.stat()
     except FileNotFoundError:
@@ -127,7 +135,7 @@ def rejection(folder: Path) -> str | None:
         return f"it belongs to user {facts.st_uid}, and this process is of user {os.geteuid()}"
     if facts.st_mode & 0o022:
         return f"other users can write into it (mode {facts.st_mode & 0o777:o}; chmod 700 helps)"
-    for parent in folder.resolve().parents:  # who can write there can put another folder in its place
+    for parent in folder.parents:  # who can write there can put another folder in its place
         facts = parent.stat()
         if facts.st_uid not in (0, os.geteuid()):
             return f"{parent} belongs to user {facts.st_uid}, and this process is of user {os.geteuid()}"
@@ -137,10 +145,13 @@ def rejection(folder: Path) -> str | None:
 
 
 def _private_dir() -> Path | None:
-    """Return `cache_dir()`, created if necessary; None, with a warning, if it cannot be used."""
-    folder = cache_dir()
-    if folder is None:
+    """Return `cache_dir()` without symbolic links, created if necessary; None, with a warning, if it cannot be used.
+
+    Links are resolved once, so what is checked is what is used, whatever a link names afterwards."""
+    named = cache_dir()
+    if named is None:
         return None
+    folder = Path(os.path.realpath(named))
     try:
         for made in (*reversed(folder.parents), folder):
             if not made.is_dir():
@@ -150,7 +161,7 @@ def _private_dir() -> Path | None:
         why = str(error)
     if why is None:
         return folder
-    _warn(f"{folder} is not used, so every process compiles all kernels: {why}. EP_OPS_CACHE_DIR names another folder.")
+    _warn(f"{named} is not used, so every process compiles all kernels: {why}. EP_OPS_CACHE_DIR names another folder.")
     return None
 
 
@@ -186,6 +197,7 @@ def versions() -> dict[str, str]:
 
     return {
         "machine": platform.machine(),  # of the host code; a home may be shared by hosts of several kinds
+        "cpu": _cpu_features(),
         "python": f"{sys.version_info[0]}.{sys.version_info[1]}",
         "cutlass": cutlass.__version__,
         "cuda": f"{cutlass.CUDA_VERSION.major}.{cutlass.CUDA_VERSION.minor}",  # of the compiler inside the DSL
@@ -197,6 +209,18 @@ def versions() -> dict[str, str]:
             if name.startswith("CUTE_DSL_") and name not in NO_EFFECT_ON_CODE
         },
     }
+
+
+@lru_cache(maxsize=1)
+def _cpu_features() -> str:
+    """Return the CPU's instruction set extensions. The DSL compiles the host code for the CPU that it runs on, so
+    another CPU may not have the instructions."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
+        for line in lines:
+            name, _, features = line.partition(":")
+            if name.strip() in ("flags", "Features"):  # x86, Arm
+                return " ".join(sorted(features.split()))
+    return platform.processor()
 
 
 @lru_cache(maxsize=1)
@@ -212,23 +236,36 @@ def _sources() -> str:
 
 
 def _load_or_compile(kernel: Any, arch: str, load: Callable[[Path], Any]) -> Any:
-    """Return the result of `load` for the file, which is compiled if necessary."""
+    """Return the result of `load` for the file, which is compiled if it is missing, damaged, or cannot be loaded."""
     name = object_name(kernel, arch)
     folder = _private_dir()
     if folder is not None:
         path = folder / f"{name}.o"
         try:
-            if not _is_whole(path):
-                with _alone(folder / f"{name}.lock"):
-                    if not _is_whole(path):  # else another process has compiled it meanwhile
-                        _compile_to(path, kernel, arch)
+            digest = _digest_in(path)
+            if digest is not None:
+                try:
+                    return load(path)
+                except Exception as error:  # its type depends on what is wrong with the file
+                    _warn(f"{path} cannot be loaded, so {kernel} is compiled again: {error}")
+            with _alone(folder / f"{name}.lock") as alone:
+                for part in folder.glob(f"{name}.*.o") if alone else ():  # of processes that were killed
+                    part.unlink()
+                if _digest_in(path) == digest:  # else another process has compiled it meanwhile
+                    _compile_to(path, kernel, arch)
             return load(path)
         except OSError as error:
-            _warn(f"{path} cannot be kept: {error}")
-    with tempfile.TemporaryDirectory(prefix="ep_ops_") as apart:
-        path = Path(apart) / f"{name}.o"
-        _compile_to(path, kernel, arch)
-        return load(path)
+            _warn(f"{kernel} cannot be kept in {folder}, so every process compiles it: {error}")
+    try:
+        with tempfile.TemporaryDirectory(prefix="ep_ops_") as apart:
+            path = Path(apart) / f"{name}.o"
+            _compile_to(path, kernel, arch)
+            return load(path)
+    except OSError as error:
+        where = f" in {tempfile.tempdir}" if tempfile.tempdir else ""
+        raise OSError(
+            error.errno, f"{kernel} cannot be compiled{where}: {error.strerror or error}; TMPDIR names another folder"
+        ) from error
 
 
 def _compile_to(path: Path, kernel: Any, arch: str) -> None:
@@ -246,59 +283,55 @@ def _compile_to(path: Path, kernel: Any, arch: str) -> None:
             file.write(hashlib.sha256(file.read()).digest())
         os.replace(part, path)
     except BaseException:
-        os.unlink(part)
+        Path(part).unlink(missing_ok=True)
         raise
 
 
-def _is_whole(path: Path) -> bool:
-    """Return whether `path` ends with the digest of its contents. (ELF loaders ignore these bytes.)"""
+def _digest_in(path: Path) -> bytes | None:
+    """Return the digest at the end of `path`; None if the file is missing or damaged. (ELF loaders ignore these
+    bytes.)"""
     try:
         held = path.read_bytes()
     except OSError:
-        return False
+        return None
     code, digest = held[:-DIGEST_BYTES], held[-DIGEST_BYTES:]
-    return bool(code) and hashlib.sha256(code).digest() == digest
+    return digest if code and hashlib.sha256(code).digest() == digest else None
 
 
-def _load(kernel: Any, register: Callable[[int], None] | None, path: Path) -> Callable:
+def _load(path: Path, *, tvm_ffi: bool) -> Callable:
     """Load the function in the file, which is not needed afterwards."""
-    library = library_of(kernel)
     with _loading:
-        module = load_module(str(path), enable_tvm_ffi=not library)
-        _modules.append(module)
+        module = load_module(str(path), enable_tvm_ffi=tvm_ffi)
         function = getattr(module, path.stem)
-        if not library:
-            return function
-        if register is None:
-            raise ValueError(
-                f"{type(kernel).__name__} is linked with {library}, which needs its handle: pass `register`"
-            )
-        return LinkedFunction(function, len(kernel.signature()), register)
+        _modules.append(module)
+        return function
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Hold the lock of the file `path`, which the system releases if the process dies. Continue without it after
-    LOCK_SECONDS, or if the file system has no locks: a kernel is then compiled twice, which only costs time, because
-    files are replaced atomically."""
+def _alone(path: Path) -> Iterator[bool]:
+    """Hold the lock of the file `path`, which the system releases if the process dies; yield whether it is held.
+    Continue without it after LOCK_SECONDS, or if the file system has no locks: a kernel is then compiled twice, which
+    only costs time, because files are replaced atomically."""
     try:
         # Private: whoever can open the file can hold its lock.
         file = open(path, "wb", opener=partial(os.open, mode=0o600))
     except OSError:
-        yield
+        yield False
         return
     with file:
+        held = False
         end = time.monotonic() + LOCK_SECONDS
         while time.monotonic() < end:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held = True
                 break
             except BlockingIOError:
                 time.sleep(0.01)
             except OSError:
                 break
         try:
-            yield
+            yield held
         finally:
             with contextlib.suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough where a forked child holds the file too

@@ -6,9 +6,11 @@ import errno
 import fcntl
 import hashlib
 import importlib.metadata
+import io
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -142,6 +144,25 @@ def test_every_version_and_the_sources_have_a_part_in_the_name(monkeypatch: pyte
     assert len(set(names)) == len(names) == 5 + len(versions)
 
 
+def test_a_cpu_with_other_instructions_has_files_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host code is compiled for the CPU, whatever the order in which the system lists its features."""
+    lines = (
+        "processor : 0\nflags : sse2 avx512f\n",
+        "processor : 0\nflags : avx512f sse2\n",
+        "flags : sse2\n",
+        "Features : fp\n",
+    )
+    names = []
+    for text in lines:
+        monkeypatch.setattr(jit, "open", lambda path, text=text: io.StringIO(text), raising=False)
+        jit._cpu_features.cache_clear()
+        names.append(jit.object_name(SMALL, ARCH))
+    monkeypatch.undo()
+    jit._cpu_features.cache_clear()
+    assert names[0] == names[1] and len(set(names)) == 3
+    assert jit._cpu_features(), "this CPU has features"
+
+
 def test_the_dsl_s_options_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server of SGLang sets the two of the log, and must find the kernels that were compiled without them. Of other
     variables, the DSL's own table says whether its code depends on them."""
@@ -202,15 +223,76 @@ def test_a_damaged_file_is_compiled_anew(
     assert callable(get()) and compiled == [SMALL]
 
 
-def test_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[Any]) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize("kind", ["no object file", "the object file of another kernel"])
+def test_a_file_that_cannot_be_loaded_is_compiled_anew(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[Any], kind: str
+) -> None:
+    """A file with a right digest is replaced by one process, and another that found the same file loads the new one."""
+    path = fill(folder, monkeypatch, compiled)
+    if kind == "no object file":
+        code = b"no object file" * 100
+        bad = code + hashlib.sha256(code).digest()
+    else:
+        get(OTHER)
+        bad = (folder / f"{jit.object_name(OTHER, ARCH)}.o").read_bytes()
+        forget(monkeypatch)
+        compiled.clear()
+    good = path.read_bytes()
+    path.write_bytes(bad)
+    with pytest.warns(RuntimeWarning, match=rf"{path} cannot be loaded, so Tiny\(threads=32\) is compiled again"):
+        assert callable(get())
+    assert compiled == [SMALL] and path.read_bytes() != bad
+    forget(monkeypatch)
+    assert callable(get()) and compiled == [SMALL]
 
+    path.write_bytes(bad)
+    load, path_is_replaced = jit._load, []
+
+    def replaced_meanwhile(given: Path, **options: Any) -> Any:
+        try:
+            return load(given, **options)
+        finally:
+            path_is_replaced.append(path.write_bytes(good))
+
+    monkeypatch.setattr(jit, "_load", replaced_meanwhile)
+    forget(monkeypatch)
+    with pytest.warns(RuntimeWarning, match="cannot be loaded"):
+        assert callable(get())
+    assert compiled == [SMALL] and len(path_is_replaced) == 2
+
+
+def test_a_new_file_that_cannot_be_loaded_raises(monkeypatch: pytest.MonkeyPatch, compiled: list[Any]) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("cannot load")
+
+    monkeypatch.setattr(jit, "load_module", broken)
+    with pytest.raises(RuntimeError, match="cannot load"):
+        get()
+    assert compiled == [SMALL]
+
+
+def full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[Any]) -> None:
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda part, path: full() if folder in path.parents else replace(part, path))
-    with pytest.warns(RuntimeWarning, match="cannot be kept.*No space left"):
+    with pytest.warns(RuntimeWarning, match=rf"Tiny\(threads=32\) cannot be kept in {folder}, .*No space left"):
         assert callable(get())
     assert compiled == [SMALL, SMALL] and objects(folder) == []
+
+
+def test_two_full_disks(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The folder for temporary files is full too."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "replace", full)
+    with (
+        pytest.warns(RuntimeWarning, match=rf"cannot be kept in {folder}"),
+        pytest.raises(OSError, match=rf"Tiny\(threads=32\) cannot be compiled in {tmp_path}: No space left") as error,
+    ):
+        get()
+    assert error.value.errno == errno.ENOSPC and [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
 # ---------------------------------------------------------------------- whose folder
@@ -241,6 +323,34 @@ def test_a_folder_that_others_can_replace(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(folder)
     assert "can write into" in str(jit.rejection(link)), "what a link names counts"
+
+
+def test_links_are_resolved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[Any]) -> None:
+    """A link that names another folder after the check does not change which folder is used."""
+    checked, other, link = tmp_path / "checked", tmp_path / "other", tmp_path / "link"
+    other.mkdir(mode=0o777)
+    link.symlink_to(checked)
+    monkeypatch.setenv("EP_OPS_CACHE_DIR", str(link))
+    rejection = jit.rejection
+
+    def replaced_behind_the_check(folder: Path) -> str | None:
+        why = rejection(folder)
+        link.unlink()
+        link.symlink_to(other)
+        return why
+
+    monkeypatch.setattr(jit, "rejection", replaced_behind_the_check)
+    assert callable(get()) and compiled == [SMALL]
+    assert objects(checked) == [f"{jit.object_name(SMALL, ARCH)}.o"] and objects(other) == []
+
+
+def test_a_loop_of_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[Any]) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    monkeypatch.setenv("EP_OPS_CACHE_DIR", str(loop))
+    with pytest.warns(RuntimeWarning, match=f"{loop} is not used"):
+        assert callable(get())
+    assert compiled == [SMALL]
 
 
 def load_only_from_elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,8 +564,10 @@ def test_a_process_that_dies_lets_the_next_one_compile(
     waiting = Thread(get)
     waiting.join(0.5)
     assert waiting.is_alive() and compiled == []
+    assert [name for name in objects(folder) if name.startswith("Tiny_")] != [], "the process has begun a file"
     process.kill()
     assert callable(waiting.value()) and compiled == [SMALL]
+    assert objects(folder) == [f"{jit.object_name(SMALL, ARCH)}.o"], "partial files are removed"
 
 
 def test_a_stopped_process_holds_nobody_up_for_ever(
@@ -466,8 +578,10 @@ def test_a_stopped_process_holds_nobody_up_for_ever(
     with open(folder / f"{jit.object_name(SMALL, ARCH)}.lock", "wb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         began = time.monotonic()
+        part = folder / f"{jit.object_name(SMALL, ARCH)}.other.o"
+        part.touch()  # of the process that holds the lock
         assert callable(get()) and time.monotonic() - began >= 0.3
-    assert compiled == [SMALL] and len(objects(folder)) == 1
+    assert compiled == [SMALL] and len(objects(folder)) == 2 and part.exists()
 
 
 def test_the_lock_is_released(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
