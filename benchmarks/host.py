@@ -21,6 +21,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -193,8 +194,11 @@ def growth(steps: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def commit() -> str:
-    asked = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True)
-    return os.environ.get("EP_OPS_COMMIT", asked.stdout.strip() or "unknown")
+    given = os.environ.get("EP_OPS_COMMIT") or ""
+    if not given and shutil.which("git"):
+        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+        given = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return given or "unknown"
 
 
 def read(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -8,7 +8,7 @@ from typing import Any
 from . import arrivals, backends
 from .config import Config, configured, consecutive_domains, is_int, most_token_rows, worst_case_rows
 from .formats import exact_dtype
-from .records import GROUPED, TOKEN_MAJOR
+from .records import GROUPED, TOKEN_MAJOR, check_types
 
 
 class MemoryPlan(dict[str, int]):
@@ -38,8 +38,8 @@ class LayerPlan:
     gemms: str = "torch"
     """"torch" or "quack"."""
 
-    def check(self) -> None:
-        """Raise ValueError if a value is not allowed."""
+    def check(self, alignment: int) -> None:
+        """Raise ValueError if a value is not allowed. ``alignment``: the communicator's."""
         if not is_int(self.intermediate_size) or self.intermediate_size < 1:
             raise ValueError(f"intermediate_size is {self.intermediate_size!r}; allowed: an int of at least 1")
         if self.rows not in (GROUPED, TOKEN_MAJOR):
@@ -51,8 +51,8 @@ class LayerPlan:
                 f"places is {self.places} and redispatch is {self.redispatch} with rows {GROUPED!r}; allowed only with"
                 f" rows {TOKEN_MAJOR!r}"
             )
-        if self.places is not None and (not is_int(self.places) or self.places < 1):
-            raise ValueError(f"places is {self.places!r}; allowed: None or an int of at least 1")
+        if self.places is not None and (not is_int(self.places) or self.places < alignment or self.places % alignment):
+            raise ValueError(f"places is {self.places!r}; allowed: None or positive multiples of alignment {alignment}")
 
 
 def memory_plan(
@@ -81,7 +81,7 @@ def memory_plan(
         MemoryPlan: bytes by purpose.
 
     Raises:
-        TypeError: options are unknown or missing.
+        TypeError: options are unknown or missing, or ``layer`` has another type.
         ValueError: no communicator or layer accepts a value.
     """
     config = planned(configured("memory_plan", config, options), world_size)
@@ -92,7 +92,8 @@ def memory_plan(
     if isinstance(layer, dict):
         layer = LayerPlan(**layer)
     if layer is not None:
-        layer.check()
+        check_types(LayerPlan, layer=layer)
+        layer.check(config.alignment)
     return plan_of(config, rank, capacity, layer)
 
 

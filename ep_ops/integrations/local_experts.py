@@ -182,10 +182,10 @@ def _local_parameters(experts: nn.Module, dtype: torch.dtype | None) -> Iterator
     parameters: dict[str, Any] = experts._parameters
     keep = dtype is None or is_quantized(experts)
     names, whole = getattr(experts, "expert_names", ()), {name: p for name, p in parameters.items() if p is not None}
-    for name, p in whole.items():
-        own = local_part(experts, p) if isinstance(p, DTensor) or name in names else p
-        parameters[name] = own if keep else own.to(dtype)
     try:
+        for name, p in whole.items():
+            own = local_part(experts, p) if isinstance(p, DTensor) or name in names else p
+            parameters[name] = own if keep else own.to(dtype)
         yield
     finally:
         parameters.update(whole)

@@ -43,7 +43,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-HOW = ("argument", "block", "later", "other weights", "changed weights", "masked", "masked argument")
+HOW = ("argument", "block", "later", "other weights", "changed weights", "masked", "masked argument", "strided")
 
 
 def _layers(given: list[Given], most: int) -> dict[str, Any]:
@@ -54,6 +54,8 @@ def _layers(given: list[Given], most: int) -> dict[str, Any]:
     for fp8 in (False, True):
         for how in HOW[:3] if fp8 else ("later", *HOW):  # the first creates communicators
             idx, weights = mine.idx.clone(), mine.weights.clone()
+            if how == "strided":
+                weights = torch.cat([weights, weights], 1)[:, : weights.shape[1]]
             sent: dict[str, Any] = {} if how in ("block", "later", "masked") else {"topk_weights": weights}
             seen = Operators()
             with seen:
@@ -92,10 +94,10 @@ def test_a_layer_has_two_exchanges_if_weights_are_sent() -> None:
     given = draw(cases.fresh_seed())
     for seen in run_ranks(RANKS, _layers, given, 10):
         for name, count in seen.items():
-            two = name.startswith(("argument", "block"))
+            two = name.startswith(("argument", "block", "strided"))
             third = {} if two else {"dispatch_planned": 1}
             assert dict(count) == {"dispatch": 1, "combine": 1, "others": count["others"]} | third, name
-            assert count["others"] <= (3 if two else 4) or name.startswith("masked"), (name, count)
+            assert count["others"] <= (3 if two else 4) or name.startswith(("masked", "strided")), (name, count)
 
 
 def _no_tokens(given: list[Given]) -> None:

@@ -178,3 +178,10 @@ def test_kernels_of_all_benchmarks_are_compiled_before() -> None:
             assert wanted and compiled >= set(wanted), step.name
             checked += 1
     assert checked == 4
+
+
+@pytest.mark.parametrize(("given", "written"), [("abc", "abc"), ("", "unknown")])
+def test_the_commit_without_git(given: str, written: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("EP_OPS_COMMIT", given)
+    assert host.commit() == written

@@ -118,13 +118,17 @@ def test_planned_bytes_of_a_layer(options: dict[str, Any], tokens: int, monkeypa
 
 def test_layers_that_are_not_planned() -> None:
     sizes: dict[str, Any] = dict(num_experts=8, hidden_size=256, top_k=4, max_tokens_per_rank=64, world_size=2)
-    for layer, text in [
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"intermediate_size": 0}, "intermediate_size is 0; allowed"), ({"rows": "padded"}, "rows is 'padded'"),
         ({"redispatch": True}, "redispatch is True with rows 'grouped'"), ({"gemms": "auto"}, "gemms is 'auto'"),
         ({"rows": "token_major", "places": -1}, "places is -1"),
-    ]:  # fmt: skip
+        ({"rows": "token_major", "places": 12}, "places is 12; allowed: None or positive multiples of alignment 8"),
+    ]  # fmt: skip
+    for layer, text in wrong:
         with pytest.raises(ValueError, match=text):
-            ep_ops.memory_plan(layer={"intermediate_size": 64, **layer}, **sizes)
+            ep_ops.memory_plan(layer={"intermediate_size": 64, **layer}, alignment=8, **sizes)
+    with pytest.raises(TypeError, match="layer is an int"):
+        ep_ops.memory_plan(layer=64, **sizes)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="width"):
         ep_ops.memory_plan(layer={"width": 64}, **sizes)
 

@@ -184,3 +184,24 @@ def test_experts_without_the_interface_are_named() -> None:
         ValueError, match=r"interface of experts: experts \(StepExperts\) does not have it; register\(\)"
     ):
         spread_experts(model, max_tokens_per_rank=4)
+
+
+def test_parameters_after_an_error_in_their_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ep_ops.integrations import local_experts
+
+    experts = torch.nn.Module()
+    for name in ("gate_up_proj", "down_proj"):
+        experts.register_parameter(name, torch.nn.Parameter(torch.ones(2, 2)))
+    experts.expert_names = ("gate_up_proj", "down_proj")  # type: ignore[assignment]
+    before = dict(experts.named_parameters())
+
+    def local_part(_: Any, p: torch.nn.Parameter) -> torch.Tensor:
+        if p is before["down_proj"]:
+            raise RuntimeError("out of memory")
+        return p.detach()
+
+    monkeypatch.setattr(local_experts, "local_part", local_part)
+    with pytest.raises(RuntimeError, match="out of memory"), local_experts._local_parameters(experts, torch.bfloat16):
+        pass
+    after = dict(experts.named_parameters())
+    assert after.keys() == before.keys() and all(after[name] is p for name, p in before.items())

@@ -190,7 +190,7 @@ class LowLatency:
         if use_fp8:
             asked["format"] = "e4m3/128/pow2" if round_scale else "e4m3/128/fp32"
             asked["scales_as"] = "packed" if use_ue8m0 else "columns"
-        weights = None if topk_weights is None else topk_weights.float()
+        weights = None if topk_weights is None else topk_weights.float().contiguous()
         sent = comm.dispatch(
             x.contiguous(), topk_idx, weights, max_tokens=tokens, layout="padded", slots=slots, alignment=1, **asked
         )
