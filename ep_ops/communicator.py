@@ -88,7 +88,9 @@ class Communicator(Methods):
         destroyed (bool): whether :meth:`destroy` has been called.
 
     Raises:
-        TypeError: an option is unknown or missing, or ``group`` or ``config`` has the wrong type.
+        TypeError: an option is unknown or missing, or ``group`` or ``config`` has the wrong type. A wrong ``group``
+            raises an error on this rank alone, because ``group`` is what names the ranks to inform; ranks that passed a
+            process group wait for this rank until the timeout of that group.
         ValueError: an option of some rank has a value that is not allowed, options differ between ranks, or backend
             "cute" cannot run. Every rank raises the same text, which names the option, its values and the ranks.
     """
@@ -478,8 +480,10 @@ class Communicator(Methods):
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # kernels end by their deadlines
             if meet:
-                if not self._has_failed():  # otherwise some rank may never arrive
+                if not self._has_failed():
                     missing = self._missing()
+                elif self.world_size > 1:  # without waiting, because some rank may never arrive
+                    leaving.end(self.group, self.number)
                 unsaid = self.backend.unsaid() or unsaid
             elif self.world_size > 1:
                 leaving.leave(self.group, self.number, self.rank, why)

@@ -40,6 +40,13 @@ def leave(group: Any, number: int, rank: int, why: str) -> None:
         _end(store, group)
 
 
+def end(group: Any, number: int) -> None:
+    """End without informing the other ranks, which know that the communicator has failed or learn it from its keys in
+    the store."""
+    with contextlib.suppress(RuntimeError, ValueError, KeyError, TypeError):
+        _end(store_of(group, number), group)
+
+
 def gone(group: Any, number: int) -> str | None:
     """Return why a rank has left without waiting for the others, as far as the store is reachable, or None."""
     try:

@@ -7,6 +7,8 @@ import copy
 import gc
 import pickle
 import weakref
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +16,14 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import ep_ops
 from ep_ops.moe import MoECommunicator, MoECommunicatorConfig
 from ep_ops.nn import DenseMoE, MoELayer
 
+ROOT = Path(__file__).parents[2]
 SIZES: dict[str, Any] = {
     "num_experts": 6, "hidden_size": 16, "top_k": 2, "max_tokens_per_rank": 24, "dtype": torch.float32, "device": "cpu"
 }  # fmt: skip
@@ -213,6 +218,40 @@ def keys_after_destroy() -> list[int]:
                 raise KeyError(number)
         dist.barrier()
     return counts
+
+
+def a_group_that_is_wrong_on_rank_0() -> str:
+    """Create a communicator over a group with a timeout of 1 s."""
+    right = dist.new_group(timeout=timedelta(seconds=1))
+    given: Any = 8 if dist.get_rank() == 0 else right
+    with pytest.raises((TypeError, RuntimeError)) as error:
+        ep_ops.Communicator(given, **SIZES)
+    dist.barrier()
+    with ep_ops.Communicator(dist.new_group(), **SIZES):  # what is not affected works
+        return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_a_wrong_group_lets_nobody_wait_for_ever() -> None:
+    wrong, right = run_ranks(2, a_group_that_is_wrong_on_rank_0)
+    assert wrong.startswith("TypeError: group is 8; allowed: a process group")
+    assert right.startswith(("RuntimeError", "DistBackendError")), right
+
+
+def fsdp2_and_float16() -> tuple[str, list[float]]:
+    """Pass a layer with its experts to FSDP2; then combine rows whose sum on rank 0 exceeds float16, the total not."""
+    with ep_ops.Communicator(**SIZES) as comm, pytest.raises(TypeError) as error:
+        fully_shard(MoELayer(comm, 8), mesh=init_device_mesh("cpu", (2,)))
+    with ep_ops.Communicator(**SIZES | {"dtype": torch.float16, "top_k": 6}) as comm:
+        sent = comm.dispatch(torch.ones(2, 16, dtype=torch.float16), torch.arange(6).expand(2, 6))
+        rows = torch.full_like(sent.x, 3e4 if comm.rank == 0 else -2e4)
+        return str(error.value), comm.combine(rows, sent.route)[:, 0].tolist()
+
+
+def test_what_pages_say_of_fsdp2_and_of_sums_in_float16() -> None:
+    """FSDP2's own text is quoted in docs/training.md, the rounding of the sums of one rank in docs/domains.md."""
+    for text, sums in run_ranks(2, fsdp2_and_float16):
+        assert f"TypeError: {text}" in (ROOT / "docs/training.md").read_text()
+        assert sums == [float("inf")] * 2
 
 
 def test_communicators_leave_no_keys_in_the_store() -> None:

@@ -16,6 +16,7 @@ from ranks import run_ranks
 import ep_ops
 from ep_ops.backends.reference import waits
 from ep_ops.backends.reference.transfer import Transfer
+from ep_ops.group.leaving import store_of
 
 
 class Warnings(logging.Handler):
@@ -45,6 +46,15 @@ def raised(run: Any, *args: Any) -> str:
     with pytest.raises(RuntimeError) as error:
         run(*args)
     return str(error.value)
+
+
+def destroyed(comm: ep_ops.Communicator) -> None:
+    """Destroy a communicator that has failed. The last rank deletes its keys from the store."""
+    store = store_of(comm.group, comm.number)
+    assert store.check(["failed"])
+    comm.destroy()
+    dist.barrier()
+    assert not [key for key in ("failed", "ended", "gone", "at/0", "at/1", "left/0", "left/1") if store.check([key])]
 
 
 def is_late(rank: int) -> list[str]:
@@ -94,7 +104,7 @@ def comes_too_late(rank: int) -> list[str]:
             assert comm.backend.has_failed()
             comm.backend._waits.failed = None  # as if it had not looked
         said = [raised(comm.dispatch, *toy.inputs(5, seed=rank))]
-        comm.destroy()
+        destroyed(comm)
         return said
 
 
@@ -115,7 +125,7 @@ def fails_within(rank: int) -> list[str]:
     said.append(raised(comm.check_errors))
     with pytest.raises(RuntimeError):
         comm.dispatch(*given)
-    comm.destroy()
+    destroyed(comm)
     return said
 
 
