@@ -162,7 +162,6 @@ class Communicator(Methods):
         self.dtype, self.weights_dtype = config.dtype, exact_dtype(config.dtype)
         self.symmetric_rows, self.strict = config.symmetric_rows, config.strict
         self.domains, self.rails = config.domains, rails_of(config.domains)
-        self.plan_args = self.num_local_experts, self.world_size, self.name
         self.layers = itertools.count()  # numbers of the layers that use this communicator, in the order of creation
 
     @classmethod

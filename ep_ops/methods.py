@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 
 _A = TypeVar("_A", DispatchArgs, DispatchStartArgs)
 _new = tuple.__new__  # makes records in a third of the time
+_is_grad_enabled = torch.is_grad_enabled
 
 
 class Methods:
@@ -79,7 +80,6 @@ class Methods:
     weights_dtype: torch.dtype
     backend: Backend
     calls: CallCache  # those that have passed their checks
-    plan_args: tuple[int, int, str]  # arguments of dispatches: num_local_experts, world_size, name
     busy: threading.RLock  # held by the thread that calls this communicator
     destroyed: bool
     expert_ids: ExpertIds | None
@@ -194,16 +194,16 @@ class Methods:
             rows, align, slots, tokens, layout = self._sizes(layout, capacity, slots, max_tokens, alignment, exact)
         except Exception as error:
             reject("dispatch_dynamic" if exact is True else "dispatch", self, error, 0, max_tokens)
-        own, gradients = self.plan_args, torch.is_grad_enabled()
-        how = layout, scales, format, scales_as, gradients if zeros is None else zeros
-        a: DispatchArgs = _new(DispatchArgs, (x, topk_weights, topk_idx, rows, align, slots, tokens, *own, *how))
+        gradients = _is_grad_enabled()
+        a: DispatchArgs = _new(DispatchArgs, (x, topk_weights, topk_idx, rows, align, slots, tokens,
+            self.num_local_experts, self.world_size, self.name, layout, scales, format, scales_as,
+            gradients if zeros is None else zeros))  # fmt: skip
         if exact:
             return self._dispatch_exactly(a, max_tokens)
-        batch, out = None, None if gradients or self.expert_ids is not None else DISPATCH.repeat(a)
-        if out is None:
-            a, batch = self._to_send("dispatch", a, max_tokens)
-            out = DISPATCH.call(a)
-        return self._dispatched(out, a, rows, slots, batch)
+        if not gradients and self.expert_ids is None and (out := DISPATCH.repeat(a)) is not None:
+            return self._dispatched(out, a, rows, slots, None)
+        a, batch = self._to_send("dispatch", a, max_tokens)
+        return self._dispatched(DISPATCH.call(a), a, rows, slots, batch)
 
     def _dispatch_exactly(self, a: DispatchArgs, max_tokens: int | None) -> Dispatched:
         """Run a dispatch with exactly as many rows as arrive."""
@@ -287,13 +287,12 @@ class Methods:
             self._reject("combine", unknown, 0, getattr(route, "max_tokens", None))
         if not isinstance(route, Route):
             reject("combine", self, wrong_type("route", route, Route), 0, None)
-        along = (
-            route.topk_idx, route.send_rows, route.arrivals, route.offs, route.counts, route.alignment,
-            route.max_tokens, self.name,
-        )  # fmt: skip
-        a: CombineArgs = _new(CombineArgs, (y, weights, *along, residual, grad_format, format))
+        a: CombineArgs = _new(CombineArgs, (
+            y, weights, route.topk_idx, route.send_rows, route.arrivals, route.offs, route.counts, route.alignment,
+            route.max_tokens, self.name, residual, grad_format, format,
+        ))  # fmt: skip
         out = None
-        if not torch.is_grad_enabled() and (weights is None or route.layout != TOKEN_MAJOR):
+        if not _is_grad_enabled() and (weights is None or route.layout != TOKEN_MAJOR):
             out = COMBINE.repeat(a)
         if out is None:
             try:
@@ -302,9 +301,9 @@ class Methods:
             except Exception as error:
                 reject("combine", self, error, 0, route.max_tokens)
             if y is not a.y or weights is not a.recv_weights or residual is not a.residual:
-                a = _new(CombineArgs, (y, weights, *along, residual, grad_format, format))
+                a = a._replace(y=y, recv_weights=weights, residual=residual)
             out = COMBINE.call(a)
-        return _home(out, route)
+        return out if route.batch is None else _home(out, route)
 
     def combine_gathered(self, y: Tensor, route: Route, **unknown: Never) -> Tensor:
         """Combine without weights: each rank reads the rows of its tokens from symmetric memory (:meth:`empty_rows`).

@@ -8,7 +8,6 @@ goes directly to the implementation, or to the autograd function around it. ``to
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable
 from types import NoneType
 from typing import Any, NamedTuple
@@ -36,7 +35,6 @@ _TYPES: dict[str, frozenset[type]] = {
 }
 """Types that arguments plainly have, by type in the schema. Subclasses of Tensor may mean something else."""
 
-_is_nested = operator.attrgetter("is_nested")
 _ALIGNED = 16  # bytes: rows begin at multiples of it, and arrivals at multiples of half of it
 
 
@@ -121,9 +119,9 @@ class _Positions(NamedTuple):
     leading: int  # number of tensors that the arguments begin with
     other: int  # the tensor behind them; 0: there is none
     one: int  # the leading tensor that may be None
-    ids: int  # `topk_idx`
-    rows: int  # the first tensor of rows
-    lists: int  # `arrivals`
+    ids: int  # `topk_idx`; the other leading tensors follow it
+    rows: int  # the first tensor of rows; 1: it follows a ticket
+    lists: int  # `arrivals`; 0: there are none
     name: int  # `comm`
     recognized: bool  # whether calls are remembered
 
@@ -139,9 +137,8 @@ def _positions(schema: Any) -> _Positions:
     one = optional[0] if optional else ids
     recognized = "topk_idx" in names and len(optional) <= 1 and optional != [0]
     rows = int(names[0] == "ticket")
-    lists = names.index("arrivals") if "arrivals" in names else rows
-    name = names.index("comm")
-    return _Positions(leading, other, one, ids, rows, lists, name, recognized)
+    lists = names.index("arrivals") if "arrivals" in names else 0
+    return _Positions(leading, other, one, ids, rows, lists, names.index("comm"), recognized)
 
 
 def _remembering(
@@ -159,18 +156,25 @@ def _remembering(
             a = (*a[:other], True, *a[other + 1 :])
         return op, a[leading:], a[one] is None, a[rows].shape[0], a[ids].shape[0]
 
-    def recognize(a: Any) -> Any:
+    def repeat(a: Any) -> Any:
+        if _heeded():
+            return None
         try:
-            comm, absent = living[a[name]], a[one] is None
+            comm, optional = living[a[name]], a[one]
+            absent = optional is None
+            # Guards end the process for nested tensors. Those have no `shape`; `is_nested` tells it of other tensors.
             known = comm.calls[op, a[leading:], absent, a[rows].shape[0], a[ids].shape[0]]
-            if known is None or (accepts := known.accepts) is None:
+            if known is None or (accepts := known.accepts) is None or not absent and optional.is_nested:
                 return None
+            if rows and a[0].is_nested:
+                return None
+            for tensor in a[ids + 1 : leading]:
+                if tensor.is_nested:
+                    return None
             given = a[:one] + a[one + 1 : leading] if absent else a[:leading]
-            if any(map(_is_nested, given)):  # guards would end the process
-                return None
         except Exception:  # invalid, which is detected later
             return None
-        if not accepts(*given) or a[rows].data_ptr() % _ALIGNED or a[lists].data_ptr() % (_ALIGNED // 2):
+        if not accepts(*given) or a[rows].data_ptr() % _ALIGNED or lists and a[lists].data_ptr() % (_ALIGNED // 2):
             return None
         busy = comm.busy
         if not busy.acquire(False):
@@ -183,15 +187,12 @@ def _remembering(
         finally:
             busy.release()
 
-    def repeat(a: Any) -> Any:
-        return None if _heeded() else recognize(a)
-
     def call(a: Any) -> Any:
-        if _heeded():
-            return op.dispatched(a)
-        results = recognize(a) if recognized else None
+        results = repeat(a) if recognized else None
         if results is not None:
             return results
+        if _heeded():
+            return op.dispatched(a)
         results, alone = op.direct(a)
         if alone and recognized and not (other and a[other] is not None):
             found = living[a[name]].calls[key(a)]
@@ -315,6 +316,7 @@ def is_transformed() -> bool:
 
 # Looked up once, because attribute lookups take a noticeable part of a decode step.
 _is_compiling = torch.compiler.is_compiling
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # takes half the time
 _is_grad_enabled = torch.is_grad_enabled
 _asks = torch._C._any_requires_grad
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -331,9 +333,9 @@ def _heeded() -> bool:
     Guards notice transforms and most modes, but not FakeTensorMode.
     """
     return (
-        _is_compiling()
+        _is_dynamo_compiling()
         or get_eval_frame_callback() is not None  # Dynamo would trace into this code
-        or _dispatch_modes() > 0
+        or _dispatch_modes() > 0  # also of torch.export
         or _function_modes() > 0
         or _transforms() is not None
         or _profiler_enabled()

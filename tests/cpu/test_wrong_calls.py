@@ -68,7 +68,7 @@ def test_wrong_arguments_with_a_placement() -> None:
 
 
 def _nested() -> list[str]:
-    """Remembered calls along a route, of which one tensor is nested on rank 1."""
+    """Remembered calls of which one tensor is nested on rank 1: of the route, or an argument."""
     found = []
     with ep_ops.Communicator(**SMALL) as comm, torch.no_grad():
         calls = Calls(comm, False)
@@ -87,8 +87,20 @@ def _nested() -> list[str]:
                 found.append("" if f"{name} is a nested" in text else f"{method}({name}): {text}")
                 for got, wanted in zip(calls.run(method, right), expected, strict=True):
                     assert torch.equal(got.nan_to_num(7), wanted.nan_to_num(7))
+        for method, names in {"dispatch": ("x", "topk_idx", "topk_weights"), "combine": ("y", "weights")}.items():
+            for name in names:
+                right = calls.arguments(method)
+                for _ in range(3):  # remembered
+                    calls.run(method, right)
+                wrong = right | {name: torch.nested.nested_tensor([right[name]])}
+                text = ""
+                try:
+                    calls.run(method, wrong if comm.rank == 1 else right)
+                except (TypeError, ValueError) as error:
+                    text = str(error)
+                found.append("" if "is a nested" in text else f"{method}({name}): {text}")
     return found
 
 
-def test_nested_tensors_of_a_route_in_a_remembered_call() -> None:
-    assert run_ranks(2, _nested) == [[""] * 15] * 2
+def test_nested_tensors_in_a_remembered_call() -> None:
+    assert run_ranks(2, _nested) == [[""] * 20] * 2

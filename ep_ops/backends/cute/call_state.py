@@ -19,6 +19,10 @@ class Stage(enum.Enum):
     """An exception is raised on all ranks, or concerns an operation that has ended on all ranks."""
 
 
+# Looked up once, because members of an Enum take a noticeable part of a launch.
+_CHECKING, _BEGUN, _LAUNCHING, _AGREED = Stage
+
+
 class CallState:
     """Progress of the current or latest call on one communicator.
 
@@ -29,34 +33,34 @@ class CallState:
     __slots__ = ("launched", "stage")
 
     def __init__(self) -> None:
-        self.stage = Stage.CHECKING
+        self.stage = _CHECKING
         self.launched = 0
         """Number of operations of the call that have been launched completely."""
 
     def check(self) -> None:
         """Begin the checks of a call."""
-        self.stage = Stage.CHECKING
+        self.stage = _CHECKING
 
     def begin(self) -> None:
         """Note that the checks of the call have passed."""
-        self.stage, self.launched = Stage.BEGUN, 0
+        self.stage, self.launched = _BEGUN, 0
 
     def agree(self) -> None:
         """Note that exceptions from here on concern all ranks alike."""
-        self.stage = Stage.AGREED
+        self.stage = _AGREED
 
     def resume(self) -> None:
         """Note that another operation of the same call follows one that has ended on all ranks."""
-        self.stage = Stage.BEGUN
+        self.stage = _BEGUN
 
     def launch(self) -> None:
         """Note that the launches of an operation follow. Latency paths call this and :meth:`end`, which takes less time
         than ``with``."""
-        self.stage = Stage.LAUNCHING
+        self.stage = _LAUNCHING
 
     def end(self) -> None:
         """Note that an operation has been launched completely."""
-        self.stage = Stage.BEGUN
+        self.stage = _BEGUN
         self.launched += 1
 
     __enter__ = launch
