@@ -451,12 +451,12 @@ def test_bench_on_a_cpu_without_the_kernels_packages(kind: str, tmp_path: Path) 
     assert done.returncode == 0 and (tmp_path / "out.json").read_text().startswith("{"), done.stderr
 
 
-DEMO = ["demo", "--device", "cpu", "--eager", "--steps", "4", "--sequences", "2"]
+SMALL_DEMO = ["demo", "--device", "cpu", "--eager", "--steps", "4", "--sequences", "2"]
 
 
 @pytest.mark.parametrize(("command", "reason"), [
-    (DEMO, ""), (["doctor"], "No space left on device"),
-    pytest.param(DEMO, "No space left on device", marks=pytest.mark.drawn),
+    (SMALL_DEMO, ""), (["doctor"], "No space left on device"),
+    pytest.param(SMALL_DEMO, "No space left on device", marks=pytest.mark.drawn),
     pytest.param(["doctor"], "", marks=pytest.mark.drawn),
 ])  # fmt: skip
 def test_output_that_nobody_reads_and_a_full_disk(command: list[str], reason: str) -> None:
