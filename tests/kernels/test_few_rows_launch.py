@@ -114,3 +114,11 @@ def test_e4m3(launched: list[tuple[Any, ...]]) -> None:
     assert all(given is wanted for given, wanted in zip(one[:4], (x, scales, w_in, in_scales), strict=True))
     assert other[0] is one[4] and other[1] is one[5] and one[4].shape == (64, WIDTH) and one[5].shape == (64, 1)
     assert other[2] is w_out and other[3] is out_scales and other[4] is out and other[5] is None
+
+
+def test_tensors_on_another_device_are_rejected() -> None:
+    """A kernel gets addresses, so a tensor that its GPU cannot read raises an error before the launch."""
+    kernel = local_kernels.few_rows_kernels(4, HIDDEN, WIDTH, "bf16", local_kernels.Share(2, 2, 1), (False, False))[0]
+    for given in (torch.zeros(8), torch.zeros(8, device="meta")):
+        with pytest.raises(ValueError, match=f"is on {given.device}; allowed: cuda:0, as the others"):
+            local_kernels._run(kernel, 1, torch.device("cuda:0"), (None, given))

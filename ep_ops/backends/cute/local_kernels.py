@@ -174,6 +174,9 @@ def _launch(kernel: Any, rows: int, device: torch.device, tensors: tuple[Tensor 
 
 
 def _run(kernel: Any, blocks: int, device: torch.device, tensors: tuple[Tensor | None, ...], *numbers: int) -> None:
+    for given in tensors:
+        if given is not None and given.device != device:
+            raise ValueError(f"an argument of {kernel.name} is on {given.device}; allowed: {device}, as the others")
     addresses = [0 if t is None else t.data_ptr() for t in tensors]
     with torch.cuda.device(device):
         function = jit.get(kernel, _arch(device.index), torch.cuda.is_current_stream_capturing)
