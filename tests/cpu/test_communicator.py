@@ -446,12 +446,11 @@ def test_destroy_waits_for_the_other_ranks() -> None:
     assert ended >= began
 
 
-def test_nothing_is_asked_of_what_is_gone() -> None:
-    """A destroyed communicator that had not failed is not asked for failures: its kernels' reports are gone with its
-    memory."""
+def test_reports_of_a_destroyed_communicator_are_not_read() -> None:
+    """Failures of a destroyed communicator that had not failed are not read: its kernels' reports were freed."""
     comm = make()
     comm.destroy()
-    comm.backend.check_errors = lambda: pytest.fail("asked")  # type: ignore[method-assign]
+    comm.backend.check_errors = lambda: pytest.fail("read")  # type: ignore[method-assign]
     comm.check_errors()
     comm.backend.has_failed = lambda: True  # type: ignore[method-assign]
     with pytest.raises(pytest.fail.Exception, match="asked"):

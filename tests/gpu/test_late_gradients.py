@@ -19,6 +19,17 @@ from ep_ops.nn import TORCH, expert_mlp
 HIDDEN, INNER, TOP_K, TOKENS, HELD = 1024, 512, 4, 500, 4
 
 
+def layer_inputs(rank: int, world_size: int) -> tuple[Tensor, ...]:
+    """Return x, ids and routing weights of a rank's tokens, and w_in and w_out of its experts."""
+    x = torch.randn(TOKENS - rank, HIDDEN, device="cuda").to(BF16).requires_grad_()
+    idx = torch.rand(x.shape[0], HELD * world_size, device="cuda").argsort(1)[:, :TOP_K].int()
+    idx[idx % HELD == 1] = -1  # one expert of each rank gets no token
+    weights = torch.rand(x.shape[0], TOP_K, device="cuda", requires_grad=True)
+    w_in = (torch.randn(HELD, HIDDEN, 2 * INNER, device="cuda") / HIDDEN**0.5).to(BF16).requires_grad_()
+    w_out = (torch.randn(HELD, INNER, HIDDEN, device="cuda") / INNER**0.5).to(BF16).requires_grad_()
+    return x, idx, weights, w_in, w_out
+
+
 @pytest.mark.parametrize("how", ["eager", pytest.param("compiled", marks=few_processes), "captured", "checkpointed"])
 @pytest.mark.parametrize("kind", ["torch", "quack"])
 def test_the_same_bits(kind, how, seed, together):
@@ -32,12 +43,7 @@ def test_the_same_bits(kind, how, seed, together):
     sizes = dict(num_experts=HELD * world_size, hidden_size=HIDDEN, top_k=TOP_K, max_tokens_per_rank=TOKENS)
     with make_comm("cute", f"late {kind} {how}", **sizes) as comm:
         comm.warmup()
-        x = torch.randn(TOKENS - rank, HIDDEN, device="cuda").to(BF16).requires_grad_()
-        idx = torch.rand(x.shape[0], HELD * world_size, device="cuda").argsort(1)[:, :TOP_K].int()
-        idx[idx % HELD == 1] = -1  # one expert of each rank gets no token
-        weights = torch.rand(x.shape[0], TOP_K, device="cuda", requires_grad=True)
-        w_in = (torch.randn(HELD, HIDDEN, 2 * INNER, device="cuda") / HIDDEN**0.5).to(BF16).requires_grad_()
-        w_out = (torch.randn(HELD, INNER, HIDDEN, device="cuda") / INNER**0.5).to(BF16).requires_grad_()
+        x, idx, weights, w_in, w_out = layer_inputs(rank, world_size)
         grad, leaves = torch.randn_like(x), (x, weights, w_in, w_out)
 
         def forward(gemms):

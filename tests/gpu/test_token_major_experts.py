@@ -12,7 +12,8 @@ import torch
 from operators import make_comm, ranks
 from segments import segments
 from sharing import few_processes, fewer, one_rank
-from test_latency import BF16, one_is_late
+from test_late_gradients import HELD, HIDDEN, TOKENS, TOP_K, layer_inputs
+from test_latency import one_is_late
 from test_live_rows import NAMES, SIZES, close
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -20,8 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from ep_ops.integrations import quack
 from ep_ops.nn import TORCH, expert_mlp
 from ep_ops.nn.live_rows import SWIGLU_WEIGHTED_BACKWARD
-
-HIDDEN, INNER, TOP_K, TOKENS, HELD = 1024, 512, 4, 500, 4
 
 
 def kernels() -> list[Any]:
@@ -69,12 +68,7 @@ def test_beside_grouped_rows(kind, how, seed, together):
     sizes = dict(num_experts=HELD * world_size, hidden_size=HIDDEN, top_k=TOP_K, max_tokens_per_rank=TOKENS)
     with make_comm("cute", f"experts {kind} {how}", **sizes) as comm:
         comm.warmup()
-        x = torch.randn(TOKENS - rank, HIDDEN, device="cuda").to(BF16).requires_grad_()
-        idx = torch.rand(x.shape[0], HELD * world_size, device="cuda").argsort(1)[:, :TOP_K].int()
-        idx[idx % HELD == 1] = -1  # one expert of each rank gets no token
-        weights = torch.rand(x.shape[0], TOP_K, device="cuda", requires_grad=True)
-        w_in = (torch.randn(HELD, HIDDEN, 2 * INNER, device="cuda") / HIDDEN**0.5).to(BF16).requires_grad_()
-        w_out = (torch.randn(HELD, INNER, HIDDEN, device="cuda") / INNER**0.5).to(BF16).requires_grad_()
+        x, idx, weights, w_in, w_out = layer_inputs(rank, world_size)
         grad, leaves = torch.randn_like(x), (x, weights, w_in, w_out)
 
         def forward(**options) -> Tensor:

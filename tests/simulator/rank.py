@@ -164,7 +164,7 @@ class Rank(Throughput, Latency):
         return number
 
     def wait_number(self, rule: str, word: Word, *peers: int) -> Steps:
-        """Wait for a word that carries a number in the place of terms, and return the number."""
+        """Wait for a word that contains a number instead of terms, and return the number."""
         _, number, _ = yield from self.wait_for(rule, word, self.is_of_epoch, peers, "rejection")
         return number
 

@@ -38,7 +38,7 @@ SMS = 132
 
 
 class NotingLauncher:
-    """A launcher that notes the kernels which it is asked for, and launches nothing."""
+    """A launcher that records the kernels it would launch, and launches nothing."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.multiprocessors, self.device = problem, SMS, NOTED
