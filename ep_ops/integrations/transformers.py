@@ -161,13 +161,20 @@ def spread_experts(
             own = {f"{name}.{last}": checksum(p) for name, m in modules.items() for last, p in m.named_parameters()}
     check_equal(exchange, own)
     comms = {name: Communicator.shared(group, **sizes) for name, sizes in asked.items()}
-    for comm in comms.values():
-        check_split(comm, "spread_experts")
+    with raising_together(exchange):
+        _check_communicators(list(comms.values()), how)
     made: dict[nn.Parameter, nn.Parameter] = {}  # layers may share experts
     for name, experts in modules.items():
         _spread(experts, comms[name], forwards[name], made)
     _gather_to_save(model, next(iter(comms.values())))
     return list(modules)
+
+
+def _check_communicators(comms: list[Communicator], how: Rows) -> None:
+    """Raise ValueError if spread experts cannot use one of the communicators."""
+    for comm in comms:
+        check_split(comm, "spread_experts")
+        check_rows(how, comm, False, "")
 
 
 def _to_spread(model: nn.Module) -> dict[str, Any]:
@@ -210,7 +217,6 @@ def _of_experts(experts: Any) -> dict[str, nn.Parameter]:
 
 def _spread(experts: Any, comm: Communicator, forward: _Spread, made: dict[nn.Parameter, nn.Parameter]) -> None:
     """Shard one module of experts. ``made``: parameters that were sharded before, and those that replace them."""
-    check_rows(forward.local.rows, comm, False, "")
     mine = slice(comm.first_local_expert, comm.first_local_expert + comm.num_local_experts)
     spread = _of_experts(experts)
     for name, whole in spread.items() if comm.world_size > 1 else ():

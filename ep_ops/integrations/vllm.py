@@ -138,7 +138,7 @@ class _PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         """
         given = topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
         comm, y, route, weights = self._to_combine(fused_expert_output, *given)
-        _write(output, comm.combine(y, route, weights))
+        output.copy_(comm.combine(y, route, weights))
 
     def finalize_async(
         self, output: Tensor, fused_expert_output: Tensor, topk_weights: Tensor, topk_ids: Tensor,
@@ -150,7 +150,7 @@ class _PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         dbo_maybe_run_recv_hook()
         started = comm.combine_start(y, route, weights)
         arrived = functools.cache(functools.partial(comm.combine_wait, started))
-        return arrived, lambda: _write(output, arrived())
+        return arrived, lambda: output.copy_(arrived())
 
     def _to_send(
         self, comm: Communicator, a1: Tensor, weights: Tensor, ids: Tensor, num_experts: int, on_input: bool,
@@ -412,15 +412,6 @@ def _check_reduction(given: Any, *allowed: type) -> None:
     if not isinstance(given, allowed):
         names = ", ".join(kind.__name__ for kind in allowed)
         raise ValueError(f"weight_and_reduce_impl is {type(given).__name__}; allowed: {names}")
-
-
-def _write(output: Tensor, result: Tensor) -> None:
-    """Give ``output`` the memory of ``result``, or its values if ``output`` is a part of another tensor or traced."""
-    whole = output.untyped_storage().nbytes() == output.numel() * output.element_size()
-    if whole and type(output) is type(result) is Tensor and output.dtype == result.dtype:
-        output.set_(result)  # type: ignore[call-overload]
-    else:
-        output.copy_(result)
 
 
 def _nothing() -> None:

@@ -30,7 +30,7 @@ class LayerNumber(int):
         return LayerNumber(self.comm)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LayerNumber, (self.comm,)
+        return (int, (int(self),)) if self.comm.destroyed else (LayerNumber, (self.comm,))
 
 
 class ExpertModule(nn.Module):

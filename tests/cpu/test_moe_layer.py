@@ -6,6 +6,7 @@ The dense model shares the code for routing and for an expert with the layer; ``
 from __future__ import annotations
 
 import logging
+import pickle
 import re
 from collections.abc import Callable
 
@@ -172,6 +173,17 @@ def test_names_in_traces_and_in_the_log(caplog: pytest.LogCaptureFixture) -> Non
     assert {"ep_ops.nn.moe_layer", "ep_ops.nn.experts", "ep::dispatch", "ep::combine"} <= names
     created = [record.message for record in caplog.records if record.message.startswith("communicator")]
     assert created == [f"communicator {comm.name}: rank 0 of 1, backend reference, 0 bytes of device memory"]
+
+
+def test_a_layer_whose_communicator_was_replaced_is_pickled() -> None:
+    """A layer that was given another communicator is saved and loaded after the first one was destroyed."""
+    with communicator(torch.float32) as comm:
+        layer = MoELayer(comm, F, seed=5)
+    with communicator(torch.float32) as other:
+        layer.experts.comm = other
+        loaded = pickle.loads(pickle.dumps(layer.experts))
+        assert loaded.comm is other
+        assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), layer.experts.parameters(), strict=True))
 
 
 def test_initial_weights_do_not_depend_on_the_ranks() -> None:
