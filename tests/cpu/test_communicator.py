@@ -453,7 +453,7 @@ def test_reports_of_a_destroyed_communicator_are_not_read() -> None:
     comm.backend.check_errors = lambda: pytest.fail("read")  # type: ignore[method-assign]
     comm.check_errors()
     comm.backend.has_failed = lambda: True  # type: ignore[method-assign]
-    with pytest.raises(pytest.fail.Exception, match="asked"):
+    with pytest.raises(pytest.fail.Exception, match="read"):
         comm.check_errors()
 
 
