@@ -186,7 +186,7 @@ def grouped_layer(s: CallSizes, layer: LayerPlan) -> tuple[int, int]:
     if layer.gemms == "quack":  # the late order
         live.take(inner)  # gradient of the input of GEMM 2
         live.take(2 * inner)
-        live.give(inner)
+        live.give(inner, 2 * inner)  # and the output of GEMM 1
         live.take(rows)
         live.take(out, s.home_weights)  # allocated by the start
         live.take(w_in)
@@ -224,19 +224,24 @@ def token_major_layer(s: CallSizes, layer: LayerPlan) -> tuple[int, int]:
         live.take(rows)
     live.take(copied, inner)  # it, copied to places; the gradient of the input of GEMM 2
     live.take(2 * inner, inner)  # gradient of the output of GEMM 1, and the weighted input of GEMM 2
-    live.give(inner)
+    live.give(inner, 2 * inner)  # the output of GEMM 1
+    gathers = layer.gemms == "quack"
+    if not gathers:
+        live.give(copied)
     live.take(copied)
     live.take(rows)
     live.give(copied)
-    home = out + s.home_weights
-    late = layer.gemms == "quack"
-    if late:
-        live.take(home)  # allocated by the start
-    live.take(w_out)
-    live.give(copied, inner)
-    live.take(expanded, w_in)
-    live.give(expanded)
-    if not late:
-        live.give(2 * inner, kept)
-        live.take(home)
+    if gathers:  # the late order
+        live.take(out, s.home_weights)  # allocated by the start
+        live.take(w_out)
+        live.give(copied, inner)
+        live.take(w_in)
+        return kept, live.most
+    live.take(copied)
+    live.give(rows)  # the received rows
+    live.take(w_in)
+    live.give(copied, 2 * inner)
+    live.take(copied, w_out)
+    live.give(copied, inner, ints)
+    live.take(out, s.home_weights)
     return kept, live.most

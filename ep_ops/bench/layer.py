@@ -6,8 +6,8 @@ ep-ops bench layer --device cpu --tokens 32 --hidden 128 --width 64 --experts 8 
 
 Capacity is the worst case where every rank may send all its tokens to one, several times the mean; 1.25 times the mean
 where a name says so. Grouped GEMMs and SwiGLU by kernels of ours touch live rows only. Held: what a forward with
-gradients keeps for backward, without its output. Peak: of forward and backward, with weights and gradients. Ways whose
-names end in `quack` need quack-kernels 0.6.5.
+gradients keeps for backward, without its output. Peak: of forward and backward, with weights, inputs and gradients, and
+on one rank symmetric memory. Ways whose names end in `quack` need quack-kernels 0.6.5.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Layer:
         out = self.run(inputs.x, inputs.idx, inputs.weights)
         held = torch.cuda.memory_allocated() - before - out.nbytes if cuda else 0
         grads = torch.autograd.grad(out, self.leaves, inputs.grad)
-        peak = torch.cuda.max_memory_allocated() if cuda else 0
+        peak = torch.cuda.max_memory_allocated() - run.timer.nbytes if cuda else 0
         del out, grads
         self.found |= {"held_gib": held / 2**30, "peak_gib": peak / 2**30}
 

@@ -85,6 +85,11 @@ class Timer:
             self.evicted = torch.ones(EVICT_BYTES // 4, dtype=torch.float32, device=device)
             self.sink = torch.empty((), dtype=torch.float32, device=device)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of GPU memory that this object holds."""
+        return self.evicted.nbytes + self.sink.nbytes if self.cuda else 0
+
     def whole(self, call: Callable[[int], Any], iterations: int) -> Timing:
         """Time single calls, each from a barrier to its end on the device."""
         warmup = self._warm(call, iterations)

@@ -24,7 +24,7 @@ from ep_ops.communicator import Communicator
 from ep_ops.nn.few_rows import few_rows_mlp
 from ep_ops.nn.gemms import Choice, choose
 from ep_ops.nn.grouped import Gemms
-from ep_ops.nn.late import Returning, SentTokens, while_returning
+from ep_ops.nn.late import Returning, SentTokens, taken, while_returning
 from ep_ops.nn.live_rows import SWIGLU, SWIGLU_BACKWARD, swiglu_rows
 from ep_ops.nn.ranges import ranged
 from ep_ops.nn.scaled import ROW, scaled_grouped_mm
@@ -154,7 +154,7 @@ class _Late(torch.autograd.Function):
     @staticmethod
     @functools.partial(once, "expert_mlp")
     def backward(ctx: Any, grad_y: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
-        recv_x, y, h, w_in, w_out, *route = ctx.saved_tensors
+        recv_x, y, h, w_in, w_out, *route = taken(ctx)
         *_, offs, counts = route
         returning, gemms = ctx.how
         asks_x, asks_weights, asks_in, asks_out, *_ = ctx.needs_input_grad
@@ -162,7 +162,7 @@ class _Late(torch.autograd.Function):
         grad_y = grad_y.contiguous()
         grad_h = product(grad_y, w_out.transpose(1, 2), offs)
         grad_inner = SWIGLU_BACKWARD(grad_h, y, offs, counts, returning.alignment, 0)
-        del grad_h
+        del grad_h, y
         rows = product(grad_inner, w_in.transpose(1, 2), offs) if asks_x else None
         scalars = grad_weights.contiguous() if asks_weights else None
 

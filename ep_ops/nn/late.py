@@ -76,6 +76,15 @@ def while_returning(
     return None if rows is None else home_x, None if scalars is None else home_weights, computed
 
 
+def taken(ctx: Any) -> tuple[Tensor, ...]:
+    """Return the saved tensors of a backward, which then is alone in keeping them in memory, unless the graph is kept
+    for another backward. Compiled functions do the same."""
+    saved: tuple[Tensor, ...] = ctx.saved_tensors
+    if not torch.compiler.is_compiling():
+        ctx.maybe_clear_saved_tensors()
+    return saved
+
+
 def end(wait: Callable[[], Any]) -> None:
     """Complete a started operation whose results nobody will use, because an exception was raised before its wait."""
     with contextlib.suppress(RuntimeError), torch.no_grad():

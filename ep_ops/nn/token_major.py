@@ -27,7 +27,7 @@ from ep_ops.formats import Segments
 from ep_ops.nn.few_rows import few_rows
 from ep_ops.nn.gemms import Choice
 from ep_ops.nn.grouped import Gemms
-from ep_ops.nn.late import Returning, SentTokens, while_returning
+from ep_ops.nn.late import Returning, SentTokens, taken, while_returning
 from ep_ops.nn.lists import ExpertLists, expert_lists, places_at_most
 from ep_ops.nn.live_rows import SWIGLU, SWIGLU_WEIGHTED_BACKWARD
 from ep_ops.nn.scaled import ROW
@@ -180,32 +180,41 @@ class _TokenMajor(torch.autograd.Function):
     @staticmethod
     @functools.partial(once, "expert_mlp")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        given, weights, h, w_in, w_out, rows, flat, places, offs, counts, *route = ctx.saved_tensors
+        given, weights, h, w_in, w_out, rows, flat, places, offs, counts, *route = taken(ctx)
         asks_x, asks_weights, asks_in, asks_out, *_ = ctx.needs_input_grad
         kept: _Kept = ctx.kept
         product, gradient, how = kept.gemms.product, kept.gemms.weights_gradient, kept.how
+        gathered = kept.gemms.gathered_gradient
         recv_x = _dispatched(given, route, kept, grad) if how.rows.redispatch else given
         flat = _AFTER(flat, grad)
         index = _index(flat, places)
-        grad_y = sum_rows(grad.contiguous(), index)
+        grad = grad.contiguous()
+        grad_y = sum_rows(grad, index)
         grad_a = product(grad_y, w_out.transpose(1, 2), offs)
         of_places = torch.nn.functional.pad(weights.flatten(), (0, 1))[flat]
         grad_h, a, dots = SWIGLU_WEIGHTED_BACKWARD(grad_a, h, of_places, offs, counts, kept.alignment)
-        del grad_a
+        for_in, for_out = [grad_h, recv_x], [a] if gathered is None else [grad_y, a]  # freed when they are used
+        del given, h, grad_a, recv_x, grad_y, a
         grad_rows = sum_rows(product(grad_h, w_in.transpose(1, 2), offs), places) if asks_x else None
+        del grad_h
         # Places of -1 select the zero behind the last dot product.
         scalars = torch.nn.functional.pad(dots, (0, 1))[places] if asks_weights else None
 
-        held = [grad_y, a]  # freed before the larger product
-        del grad_y, a
-
         def matrices() -> tuple[Tensor | None, Tensor | None]:
-            of_out = gradient(held.pop(), held.pop(), offs) if asks_out else None
-            if not asks_in:
-                return None, of_out
-            if kept.gemms.gathered_gradient is None:
-                return gradient(sum_rows(recv_x, index), grad_h, offs), of_out
-            return kept.gemms.gathered_gradient(recv_x, grad_h, offs, rows), of_out
+            """Compute the gradient of w_in, which needs wider rows than that of w_out, while the latter is not in
+            memory; vice versa if the GEMM gathers rows of x."""
+            of_in = of_out = None
+            if asks_out and gathered is not None:
+                of_out = gradient(for_out.pop(), for_out.pop(), offs)
+            if asks_in and gathered is not None:
+                of_in = gathered(for_in.pop(), for_in.pop(), offs, rows)
+            if asks_in and gathered is None:
+                of_in = gradient(sum_rows(for_in.pop(), index), for_in.pop(), offs)
+            for_in.clear()
+            if asks_out and gathered is None:
+                again = index if of_in is None else _index(_AFTER(flat, of_in), places)
+                of_out = gradient(for_out.pop(), sum_rows(grad, again), offs)
+            return of_in, of_out
 
         if how.late:
             grad_rows, scalars, (of_in, of_out) = while_returning(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_communicator import SIZES, make
 from test_expert_mlp import quacks_gemm
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -84,36 +85,83 @@ LAYERS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+class Layer:
+    """Experts with inputs, and what is differentiated."""
+
+    def __init__(self, comm: ep_ops.Communicator, **options: Any) -> None:
+        tokens, hidden = comm.max_tokens_per_rank, comm.hidden_size
+        self.experts = ep_ops.nn.Experts(comm, 64, **options)
+        x = torch.randn(tokens, hidden).bfloat16().requires_grad_()
+        idx = torch.rand(tokens, comm.num_experts).argsort(1)[:, : comm.top_k].int()
+        self.inputs = x, idx, torch.rand(tokens, comm.top_k).requires_grad_()
+        self.grad = torch.randn_like(x)
+        self.leaves = [x, self.inputs[2], *self.experts.parameters()]
+        self.known = [*self.leaves, idx, self.grad, self.experts.dropped]
+
+
+def sizes_of_layer(tokens: int) -> dict[str, Any]:
+    return dict(num_experts=8, hidden_size=256, top_k=4, max_tokens_per_rank=tokens)
+
+
 @pytest.mark.parametrize("tokens", [64, 256])
 @pytest.mark.parametrize("options", LAYERS, ids=str)
 def test_planned_bytes_of_a_layer(options: dict[str, Any], tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan what a layer keeps, and its peak, within 3 % of what operators allocate, with small and large matrices."""
     monkeypatch.setattr(quack_mm, "gemm", quacks_gemm)
-    options = dict(options)
-    sizes: dict[str, Any] = dict(num_experts=8, hidden_size=256, top_k=4, max_tokens_per_rank=tokens)
-    capacity = options.pop("capacity", None)
-    plan = ep_ops.memory_plan(
-        world_size=1, backend="reference", capacity=capacity, layer={"intermediate_size": 64, **options}, **sizes
-    )
+    sizes, planned = sizes_of_layer(tokens), {"intermediate_size": 64, **options}
+    capacity = planned.pop("capacity", None)
+    plan = ep_ops.memory_plan(world_size=1, backend="reference", capacity=capacity, layer=planned, **sizes)
     with ep_ops.Communicator(**sizes, dtype=torch.bfloat16, device="cpu", backend="reference") as comm:
-        experts = ep_ops.nn.Experts(comm, 64, capacity=capacity, **options)
-        x = torch.randn(tokens, 256).bfloat16().requires_grad_()
-        idx = torch.rand(tokens, 8).argsort(1)[:, :4].int()
-        weights = torch.rand(tokens, 4).requires_grad_()
-        grad = torch.randn_like(x)
-        leaves = [x, weights, *experts.parameters()]
+        layer = Layer(comm, **options)
         for _ in range(2):  # the first call makes what all calls share
             gc.collect()
-            watched = Watched([*leaves, idx, grad, experts.dropped])
+            watched = Watched(layer.known)
             with watched:
-                out = experts(x, idx, weights)
+                out = layer.experts(*layer.inputs)
                 gc.collect()
                 held = watched.now - out.nbytes
-                grads = torch.autograd.grad(out, leaves, grad)
+                grads = torch.autograd.grad(out, layer.leaves, layer.grad)
             del out, grads
-    assert plan["layer: weights"] == sum(parameter.nbytes for parameter in experts.parameters())
+    assert plan["layer: weights"] == sum(parameter.nbytes for parameter in layer.experts.parameters())
     assert abs(held / plan["layer: kept for backward"] - 1) < 0.03, (held, plan)
     assert abs(watched.most / plan["layer: peak of forward and backward"] - 1) < 0.03, (watched.most, plan)
+
+
+@pytest.mark.parametrize("options", LAYERS[2:4], ids=str)
+def test_peak_of_compiled_layers(options: dict[str, Any]) -> None:
+    """Graphs of token-major rows allocate no more than eager calls, if each tensor is freed after its last use."""
+    sizes = sizes_of_layer(64)
+    plan = ep_ops.memory_plan(world_size=1, backend="reference", layer={"intermediate_size": 64, **options}, **sizes)
+    torch._dynamo.reset()
+    with ep_ops.Communicator(**sizes, dtype=torch.bfloat16, device="cpu", backend="reference") as comm:
+        layer = Layer(comm, **options)
+        watched = Watched(layer.known)
+
+        def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+            def run(args: list[Any]) -> Any:
+                with watched:
+                    return torch.fx.Interpreter(graph).boxed_run(args)
+
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
+
+        backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
+        out = torch.compile(layer.experts, fullgraph=True, backend=backend)(*layer.inputs)
+        torch.autograd.grad(out, layer.leaves, layer.grad)
+    assert watched.most / plan["layer: peak of forward and backward"] < 1.0, (watched.most, plan)
+
+
+@pytest.mark.parametrize(("layer", "most"), [
+    ({}, 11.36), ({"gemms": "quack"}, 11.15),
+])  # fmt: skip
+def test_peak_at_large_sizes(layer: dict[str, Any], most: float) -> None:
+    """GiB of weights, inputs, gradients and temporary rows, of which the matrices and their gradients are 10.5."""
+    plan = ep_ops.memory_plan(
+        num_experts=64, hidden_size=7168, top_k=8, max_tokens_per_rank=4096, world_size=1, capacity=4096,
+        backend="reference", layer={"intermediate_size": 2048, "rows": "token_major", "places": 33728, **layer},
+    )  # fmt: skip
+    x_and_grad = 2 * plan["call: combined out"]
+    assert plan["layer: weights"] + plan["layer: peak of forward and backward"] + x_and_grad < most * 2**30
 
 
 def test_layers_that_are_not_planned() -> None:

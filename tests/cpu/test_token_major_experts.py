@@ -284,6 +284,23 @@ def test_kept_bytes(late: bool, backend: str | None) -> None:
             assert ints < 4 * (4 * places + 16 * copies + 8 * E + 11 * 2 * K + 100)
 
 
+@pytest.mark.parametrize("options", [
+    {}, {"gemms": LATE}, {"rows": "token_major"}, {"rows": "token_major", "gemms": LATE, "redispatch": True},
+])  # fmt: skip
+def test_kept_graph(options: dict[str, Any]) -> None:
+    """Backward frees what it has used, unless the graph is kept: then it repeats, with the same bits."""
+    with ep_ops.Communicator(**SIZES, dtype=torch.bfloat16) as comm:
+        x = torch.randn(9, H).bfloat16().requires_grad_()
+        layer = layer_of(comm, **options)
+        out, leaves = layer(x).float().sin().sum(), [x, *layer.parameters()]
+        kept = [torch.autograd.grad(out, leaves, retain_graph=True) for _ in range(2)]
+        last = torch.autograd.grad(out, leaves)
+        for other in (*kept[1:], last):
+            assert all(torch.equal(one, two) for one, two in zip(kept[0], other, strict=True))
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            torch.autograd.grad(out, leaves)
+
+
 @pytest.mark.parametrize("options", [{}, {"gemms": LATE}, {"redispatch": True}, {"gemms": LATE, "redispatch": True}])
 def test_frozen_tensors_and_batches(options: dict[str, Any]) -> None:
     """Gradients of those tensors that require one, with x [B, S, H] and parameters of another dtype."""
