@@ -166,6 +166,10 @@ def trained(layer: MoELayer, x: Tensor, run: Callable[[Tensor], Tensor]) -> dict
     return {name: getattr(value, "_local_tensor", value) for name, value in found.items()}
 
 
+def checkpointed(reentrant: bool, layer: MoELayer, x: Tensor) -> Tensor:
+    return checkpoint(layer, x, use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+
 def turns(layer: MoELayer, x: Tensor) -> Tensor:
     half = x.shape[0] // 2
     return torch.cat(interleave(layer.steps(x[:half], 0), layer.steps(x[half:], 1)))
@@ -177,11 +181,15 @@ LAYERS: dict[str, dict[str, Any]] = {
     "shared redispatch": {"shared_intermediate_size": 8, "redispatch": True},
     "wire": {"format": "wire:e4m3/32/mx", "redispatch": True},
 }  # fmt: skip
+WAYS: dict[str, Callable[..., Tensor]] = {
+    "whole": lambda layer, x: layer(x), "turns": turns, "checkpointed": functools.partial(checkpointed, False),
+    "reentrant": functools.partial(checkpointed, True),
+}  # fmt: skip
 GROUPED = {"dynamic", "shared_intermediate_size", "format"}
 
 
 def _beside_grouped(dtype: torch.dtype, backend: str | None, ways: list[str]) -> list[tuple[str, str, bool, float]]:
-    """For each layer and way ("whole" or "turns"): forward bits, and the largest relative difference of gradients."""
+    """For each layer and way: forward bits, and the largest relative difference of gradients."""
     found = []
     torch._dynamo.config.capture_dynamic_output_shape_ops = True
     with ep_ops.Communicator(**SIZES, dtype=dtype) as comm:
@@ -195,7 +203,7 @@ def _beside_grouped(dtype: torch.dtype, backend: str | None, ways: list[str]) ->
             results = []
             for kind in (others, {**options, "rows": "token_major"}):
                 layer = layer_of(comm, **kind)
-                run = layer if way == "whole" else functools.partial(turns, layer)
+                run: Any = functools.partial(WAYS[way], layer)
                 if backend is not None and "rows" in kind:
                     run = torch.compile(run, fullgraph=True, backend=backend)
                 results.append(trained(layer, x, run))
@@ -208,8 +216,8 @@ def _beside_grouped(dtype: torch.dtype, backend: str | None, ways: list[str]) ->
     return found
 
 
-EAGER = [f"{way} {name}" for way in ("whole", "turns") for name in LAYERS if f"{way} {name}" != "turns dynamic"]
-COMPILED = ["whole redispatch", "whole dynamic", "turns late redispatch"]
+EAGER = [f"{way} {name}" for way in WAYS for name in LAYERS if f"{way} {name}" != "turns dynamic"]
+COMPILED = ["whole redispatch", "whole dynamic", "turns late redispatch", "checkpointed redispatch"]
 
 
 @pytest.mark.parametrize(("backend", "dtype", "most", "ways"), [

@@ -71,6 +71,11 @@ def divided(kind: str) -> None:
     def sharded(model: Any) -> Any:
         return fully_shard(model, mesh=mesh, ignored_params=set(expert_parameters(model)))
 
+    def checkpointed(model: Any) -> Any:
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+        assert model.is_gradient_checkpointing
+        return sharded(model)
+
     mesh = dist.init_device_mesh("cpu", (ranks,))
     ways: dict[str, Any] = {
         "moved": lambda m: DistributedDataParallel(m.to("cpu")).module,
@@ -80,9 +85,12 @@ def divided(kind: str) -> None:
         "sharded": sharded,
         "without": lambda m: [setattr(m.get_submodule(n), "gradient_divisor", None) for n in names] and sharded(m),
     }
+    if kind == "qwen3_moe":
+        ways |= {"token-major": ways["moved"], "token-major, checkpointed": checkpointed}
     for way, change in ways.items():
         model = made(kind, "grouped_mm", **{name: 5 for name in MODELS[kind] if "experts" in name})
-        names = spread_experts(model, max_tokens_per_rank=16)
+        rows = {"rows": "token_major", "redispatch": True} if "token-major" in way else {}
+        names = spread_experts(model, max_tokens_per_rank=16, **rows)
         model = change(keep_experts_apart(model, ranks))
         assert len(expert_parameters(model)) == sum("experts." in name for name, _ in model.named_parameters())
         if way == "without":
