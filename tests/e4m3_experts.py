@@ -27,6 +27,12 @@ def exact(codes: Tensor, scales: Tensor) -> Tensor:
     return codes.double() * wide
 
 
+def bound_of(inner: Tensor) -> Tensor:
+    """Return the bound on the error of numbers [..., F] between the GEMMs."""
+    scale = inner.unflatten(-1, (-1, 128)).abs().amax(-1).clamp(min=1e-4).repeat_interleave(128, -1) / 448
+    return 0.07 * inner.abs() + scale / 1024 + inner.abs() * 2**-20
+
+
 def assert_right(
     got: Tensor, x: Tensor, scales: Tensor, weights: tuple[Tensor, ...], of: Drawn, alignment: int
 ) -> None:
@@ -41,10 +47,30 @@ def assert_right(
         gate, up = (rows[begin : begin + count] @ w_in[e].T).chunk(2, 1)
         inner = gate / (1 + (-gate).exp()) * up
         want = inner @ w_out[e].T
-        scale = inner.view(count, -1, 128).abs().amax(2).clamp(min=1e-4).repeat_interleave(128, 1) / 448
-        bound = (0.07 * inner.abs() + scale / 1024 + inner.abs() * 2**-20) @ w_out[e].T.abs() + want.abs() * 2**-8
+        bound = bound_of(inner) @ w_out[e].T.abs() + want.abs() * 2**-8
         error = (got[begin : begin + count].double() - want).abs()
         assert (error <= bound).all(), f"expert {e}: off by {float((error / bound).max()):.2f} of the bound"
         assert error.norm() <= 0.05 * want.norm()
         seen += count
     assert got.dtype == torch.bfloat16 and seen == len(of.kept) > 0
+
+
+def assert_layer(
+    got: Tensor, x: Tensor, scales: Tensor, ids: Tensor, weights: Tensor, experts: tuple[Tensor, ...]
+) -> None:
+    """Compare weighted sums of experts for quantized tokens with fp64: each output is within the bound that
+    `few_rows_mlp_e4m3` states, and the sum is rounded. ``experts``: of all ranks. All tensors are on the CPU."""
+    w_in, w_out = exact(*experts[:2]), exact(*experts[2:])
+    rows, want, bound = exact(x, scales), torch.zeros(got.shape).double(), torch.zeros(got.shape).double()
+    for k in range(ids.shape[1]):
+        for t, e in enumerate(ids[:, k].tolist()):
+            gate, up = (w_in[e] @ rows[t]).chunk(2)
+            inner = gate / (1 + (-gate).exp()) * up
+            y, weight = w_out[e] @ inner, weights[t, k].double()
+            want[t] += weight * y
+            bound[t] += weight * (w_out[e].abs() @ bound_of(inner) + y.abs() * 2**-8)
+    error = (got.double() - want).abs()
+    # The sum is rounded to bfloat16 once for each rank of its experts, and once more.
+    bound += 3 * 2**-8 * (want.abs() + bound)
+    assert (error <= bound).all(), f"off by {float((error / bound).max()):.2f} of the bound"
+    assert error.norm() <= 0.05 * want.norm() and want.norm() > 0

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ep_ops.formats import ELEMENT
 from ep_ops.nn.expert_module import fill_experts
 from ep_ops.nn.experts import Experts
 
@@ -27,24 +28,39 @@ def load_experts(
         read: function that returns the tensor with a given name, such as
             ``safetensors.safe_open(path, "pt").get_tensor``.
         prefix: the name up to the expert's number, such as ``model.layers.3.mlp.experts.``
-        projections: names of the gate [F, H], up [F, H] and down [H, F] projections, which ".weight" follows.
+        projections: names of the gate [F, H], up [F, H] and down [H, F] projections, which ".weight" follows, and for
+            e4m3 experts also ".weight_scale_inv", with scales [F / 128, H / 128] and [H / 128, F / 128].
 
     Raises:
         ValueError: a tensor has another shape.
+        TypeError: weights are e4m3, but those of ``experts`` are not, or vice versa.
     """
 
-    def matrix(expert: int, projection: str, shape: tuple[int, int]) -> Tensor:
-        name = f"{prefix}{expert}.{projection}.weight"
+    def matrix(expert: int, projection: str, suffix: str, shape: tuple[int, ...], codes: bool) -> Tensor:
+        name = f"{prefix}{expert}.{projection}.{suffix}"
         found = read(name)
         if found.shape != shape:
             raise ValueError(f"{name} has shape {tuple(found.shape)}; allowed: {shape}")
-        return found.t()
+        if (found.dtype == ELEMENT) != codes:
+            allowed = ELEMENT if codes else f"others than {ELEMENT}"
+            raise TypeError(f"{name} has dtype {found.dtype}; allowed for experts of {experts.w_in.dtype}: {allowed}")
+        return found
+
+    def fill(weight: str, projections: Sequence[str], suffix: str) -> None:
+        whole: Tensor = getattr(experts, weight)
+        codes = whole.dtype == ELEMENT
+        rows, columns = whole.shape[1:] if experts.scale_names else reversed(whole.shape[1:])
+        shape = rows // len(projections), columns
+
+        def joined(expert: int) -> Tensor:
+            found = torch.cat([matrix(expert, one, suffix, shape, codes) for one in projections])
+            return found if experts.scale_names else found.t()
+
+        fill_experts(experts, weight, joined)
 
     gate, up, down = projections
-    inner, hidden = experts.w_out.shape[1:]
-
-    def gate_and_up(expert: int) -> Tensor:
-        return torch.cat([matrix(expert, name, (inner, hidden)) for name in (gate, up)], dim=1)
-
-    fill_experts(experts, "w_in", gate_and_up)
-    fill_experts(experts, "w_out", lambda expert: matrix(expert, down, (hidden, inner)))
+    fill("w_in", (gate, up), "weight")
+    fill("w_out", (down,), "weight")
+    if experts.scale_names:
+        fill("in_scales", (gate, up), "weight_scale_inv")
+        fill("out_scales", (down,), "weight_scale_inv")

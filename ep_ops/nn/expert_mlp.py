@@ -14,6 +14,7 @@ Both orders run the same GEMMs on the same operands, so they give the same bits.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,9 @@ from torch import Tensor
 
 from ep_ops import inputs
 from ep_ops.communicator import Communicator
+from ep_ops.nn.e4m3_weights import check_e4m3, gradient_problem
 from ep_ops.nn.few_rows import few_rows_mlp
+from ep_ops.nn.few_rows_e4m3 import few_rows_mlp_e4m3
 from ep_ops.nn.gemms import Choice, choose
 from ep_ops.nn.grouped import Gemms
 from ep_ops.nn.late import Returning, SentTokens, taken, while_returning
@@ -43,10 +46,10 @@ class Computed(NamedTuple):
 
 
 def expert_mlp(
-    comm: Communicator, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, w_in: Tensor, w_out: Tensor, *,
-    capacity: int | None = None, exact: bool = False, max_tokens: int | None = None, format: str = "",
-    combine_format: str = "", gemms: str | Gemms | Choice = "auto", rows: str = GROUPED, places: int | None = None,
-    redispatch: bool = False,
+    comm: Communicator, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, w_in: Tensor, w_out: Tensor,
+    in_scales: Tensor | None = None, out_scales: Tensor | None = None, *, capacity: int | None = None,
+    exact: bool = False, max_tokens: int | None = None, format: str = "", combine_format: str = "",
+    gemms: str | Gemms | Choice = "auto", rows: str = GROUPED, places: int | None = None, redispatch: bool = False,
 ) -> Computed:  # fmt: skip
     """Send tokens to their SwiGLU experts and return the weighted sums of the experts' outputs. Collective.
 
@@ -60,6 +63,8 @@ def expert_mlp(
         x, topk_idx, topk_weights: tokens, ids and weights, as for :meth:`ep_ops.Communicator.dispatch`.
         w_in: gate and up matrices of this rank's experts, [El, H, 2F], in the communicator's dtype.
         w_out: down matrices of this rank's experts, [El, F, H], in the communicator's dtype.
+        in_scales, out_scales: scales of weights w_in [El, 2F, H] and w_out [El, H, F] in float8_e4m3fn, as for
+            :func:`ep_ops.nn.few_rows_mlp_e4m3`. None: weights are not e4m3.
         capacity, exact, max_tokens: as for :meth:`ep_ops.Communicator.dispatch`.
         format, combine_format: as for :class:`ep_ops.nn.Experts`.
         gemms: the grouped GEMMs, the same on all ranks, as for :class:`ep_ops.nn.Experts`.
@@ -74,9 +79,17 @@ def expert_mlp(
         ValueError: w_in or w_out has the wrong shape.
         TypeError, ValueError: ``gemms``, ``rows``, ``places`` or ``redispatch`` is not supported, as described for
             :class:`ep_ops.nn.Experts`.
+        NotImplementedError: weights are e4m3, and a gradient is needed.
     """
     kept = Rows(rows, places, redispatch)
     check_rows(kept, comm, exact, format)
+    scales = [one for one in (in_scales, out_scales) if one is not None]
+    if len(scales) == 1:
+        raise ValueError("one of in_scales and out_scales is None; allowed: both or none")
+    if scales:
+        format = check_e4m3(comm, w_out.shape[-1], gemms, kept, format)
+        if problem := gradient_problem(x, w_in, w_out, *scales):
+            raise problem
     chosen = choose(comm, gemms, w_out.shape[1], format)
     how = How(kept, exact, format, is_late(chosen.gemms, format, (x, topk_weights), (w_in, w_out)))
     zeros = torch.is_grad_enabled()
@@ -85,7 +98,7 @@ def expert_mlp(
             x, topk_idx, topk_weights, layout=rows, capacity=capacity, exact=exact, max_tokens=max_tokens,
             format=format, zeros=zeros,
         )  # fmt: skip
-    y, weights, dropped = expert_rows(received, w_in, w_out, chosen, SentTokens(comm, x, topk_weights), how)
+    y, weights, dropped = expert_rows(received, w_in, w_out, chosen, SentTokens(comm, x, topk_weights), how, scales)
     return Computed(comm.combine(y, received.route, weights, format=combine_format), dropped)
 
 
@@ -99,8 +112,9 @@ def is_late(gemms: Gemms, format: str, sent: tuple[Tensor, ...], weights: tuple[
 
 @ranged("ep_ops.nn.experts")
 def expert_rows(
-    received: Dispatched, w_in: Tensor, w_out: Tensor, chosen: Choice, sent: SentTokens, how: How
-) -> tuple[Tensor, Tensor | None, Tensor]:
+    received: Dispatched, w_in: Tensor, w_out: Tensor, chosen: Choice, sent: SentTokens, how: How,
+    scales: Sequence[Tensor] = (),
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """Return the rows [R, H] to combine, their weights, and what the experts dropped, int32 [El].
 
     Args:
@@ -108,8 +122,13 @@ def expert_rows(
         w_in, w_out, chosen: matrices and GEMMs of the experts.
         sent: what the dispatch has sent.
         how: the other arguments.
+        scales: of w_in and w_out, if they are e4m3.
     """
     route, gemms = received.route, chosen.gemms
+    if scales:
+        x = received.x.detach()  # weights may have required its gradient
+        y = few_rows_mlp_e4m3(x, received.scales, w_in, scales[0], w_out, scales[1], route, sent.comm.world_size)
+        return y, received.weights, received.dropped
     if how.rows.layout == TOKEN_MAJOR:
         sums, dropped = token_major_rows(received, w_in, w_out, chosen, sent, how)
         return sums, None, dropped

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ep_ops.communicator import Communicator
 from ep_ops.config import default_experts
+from ep_ops.formats import ELEMENT
 from ep_ops.nn import unsupported
 from ep_ops.nn.apart import check_averaging, check_shards, parameters_apart
 
@@ -74,13 +75,14 @@ class ExpertModule(nn.Module):
             self.layer_number = LayerNumber(self.comm)
         return experts_dtensor(self.comm, local)
 
-    def local_weight(self, name: str) -> Tensor:
+    def local_weight(self, name: str, convert: bool = True) -> Tensor:
         """Return this rank's experts [El, ...] of a parameter, in the communicator's dtype.
 
         The gradient of the parameter is divided by ``gradient_divisor``.
 
         Args:
             name: name of the parameter, which may be parametrized (``torch.nn.utils.parametrize``).
+            convert: False: return them in the dtype of the parameter, as for codes and scales.
 
         Raises:
             ValueError: FSDP2 averages the gradients of other parameters around this module, but nothing divides those
@@ -97,7 +99,7 @@ class ExpertModule(nn.Module):
                 f" {(self.comm.num_local_experts, *weight.shape[1:])}. FSDP2 gathers parameters when the module is"
                 " called; around steps() call unshard() and reshard()"
             )
-        return local.to(self.comm.dtype)
+        return local.to(self.comm.dtype) if convert else local
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of which each rank holds a different part."""
@@ -150,13 +152,19 @@ def check_state(module: nn.Module, state: dict[str, Any], prefix: str, *others: 
     """Check the tensors that a state dict has for the experts in ``module``.
 
     Raises:
-        TypeError: a tensor is ordinary, but the parameter is a DTensor, or vice versa.
+        TypeError: a tensor is ordinary, but the parameter is a DTensor, or vice versa; or one is e4m3, and the other is
+            not.
         ValueError: a DTensor is the shard of another rank.
     """
     for name, parameter in module.named_parameters():
         given = state.get(prefix + name)
         if not isinstance(given, Tensor):
             continue
+        if (given.dtype == ELEMENT) != (parameter.dtype == ELEMENT):
+            raise TypeError(
+                f"{prefix}{name} has dtype {given.dtype}; allowed: {parameter.dtype}, the dtype of the parameter. e4m3"
+                " numbers have scales, with which load_state_dict does not multiply or divide"
+            )
         if isinstance(parameter, DTensor) and not isinstance(given, DTensor):
             raise TypeError(
                 f"{prefix}{name} is a {type(given).__name__}, but the parameter is a DTensor of all ranks' experts;"

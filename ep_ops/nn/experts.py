@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 from ep_ops import inputs
 from ep_ops.communicator import Communicator, reject_destroyed
-from ep_ops.formats import combine_format_problem, format_of, reject_hidden
+from ep_ops.config import DTYPES
+from ep_ops.formats import ELEMENT, combine_format_problem, format_of, reject_hidden
 from ep_ops.nn.apart import check_averaging
+from ep_ops.nn.e4m3_weights import check_e4m3, gradient_problem, quantize_blocks
 from ep_ops.nn.expert_mlp import Computed, expert_mlp, expert_rows, is_late
 from ep_ops.nn.expert_module import ExpertModule, check_split, fill_experts
+from ep_ops.nn.few_rows_e4m3 import BLOCK
 from ep_ops.nn.gemms import choose
 from ep_ops.nn.grouped import Gemms
 from ep_ops.nn.late import SentTokens, end
@@ -40,6 +43,13 @@ class Experts(ExpertModule):
     After backward, the gradients of the parameters are sums over the tokens of all ranks. docs/training.md describes
     how to divide them if the gradients of other parameters are averages.
 
+    With ``dtype=torch.float8_e4m3fn`` the weights are e4m3 with a scale for each block of 128 x 128, in the layout of
+    checkpoints: ``w_in`` [E, 2F, H] with ``in_scales`` [E, 2F / 128, H / 128], and ``w_out`` [E, H, F] with
+    ``out_scales`` [E, H / 128, F / 128], scales in float32. They have no gradient, and conversions such as
+    ``.to(dtype)`` and ``.bfloat16()`` leave them as they are. Rows are sent in e4m3, and
+    :func:`ep_ops.nn.few_rows_mlp_e4m3` computes the experts, for which H and F are multiples of 128, the communicator's
+    dtype is bfloat16, and ``rows`` is "grouped".
+
     Args:
         comm: determines the number of experts, the hidden size H, and which experts this rank holds. Its
             ``experts_per_rank`` must be the default, which splits experts as ``Shard(0)`` does.
@@ -52,16 +62,18 @@ class Experts(ExpertModule):
         format: format in which rows are dispatched (docs/formats.md). Empty: the communicator's dtype. A format that
             begins with ``wire:``: fewer bytes are sent. ``e4m3/row/fp32``: the first GEMM uses quantized rows
             (:func:`ep_ops.nn.scaled_grouped_mm`; the communicator's dtype must be bfloat16). Gradients are not
-            quantized.
+            quantized. With e4m3 weights, ``e4m3/128/fp32`` (default) or ``e4m3/128/pow2``.
         combine_format: format in which sums are sent back to the ranks of the tokens, one that
             :meth:`ep_ops.Communicator.combine` takes. Empty: the communicator's dtype.
-        dtype: dtype of the parameters; None: ``comm.dtype``. They are converted to ``comm.dtype`` in each call.
+        dtype: dtype of the parameters; None: ``comm.dtype``. They are converted to ``comm.dtype`` in each call, except
+            for e4m3 weights.
         seed: seed of the initial weights, which do not depend on the number of ranks.
         gemms: the grouped GEMMs, the same on all ranks. "torch": PyTorch's. "quack": quack's, with the gradients of
             weights computed late (docs/overlap.md). "memory": kernels for few rows
             (:func:`ep_ops.nn.few_rows_mlp`), with the gradients of "torch"; for bfloat16 and float16 and sizes that are
             multiples of 8. "auto": "memory" in calls without gradients in which experts have at most 64 rows on
-            average, if the backend is ``cute``; else "torch". An :class:`ep_ops.nn.Gemms`: your own.
+            average, if the backend is ``cute``; else "torch". An :class:`ep_ops.nn.Gemms`: your own. With e4m3
+            weights, "auto" and "memory" select the kernels for these.
         rows: which rows this rank receives, the same on all ranks. "grouped": one for each (token, local expert), by
             expert. "token_major": one for each token that has an expert here. Then backward keeps the received rows
             [R, H] and the output of the first GEMM [L, 2F], R copies of tokens and L places; with "grouped" it also
@@ -74,8 +86,8 @@ class Experts(ExpertModule):
 
     Raises:
         TypeError: ``comm`` is not a communicator, or ``gemms`` is neither a name nor GEMMs.
-        ValueError: a size, a format, ``gemms``, ``rows``, ``places``, ``redispatch`` or the split of the experts is not
-            supported.
+        ValueError: a size, a format, ``dtype``, ``gemms``, ``rows``, ``places``, ``redispatch`` or the split of the
+            experts is not supported.
 
     Attributes:
         gemms (str | Gemms): as the argument.
@@ -84,6 +96,8 @@ class Experts(ExpertModule):
             place.
     """
 
+    w_in: Tensor
+    w_out: Tensor
     dropped: Tensor  # [El] int32: (token, k) dropped by each local expert since the module was created
 
     def __init__(
@@ -94,7 +108,10 @@ class Experts(ExpertModule):
         check_types(Communicator, comm=comm)
         reject_destroyed(comm)
         super().__init__()
-        if format not in ("", ROW) and not format.startswith("wire:"):
+        if dtype not in (None, *DTYPES, ELEMENT):
+            raise ValueError(f"dtype is {dtype}; allowed: None, {', '.join(map(str, (*DTYPES, ELEMENT)))}")
+        e4m3 = dtype == ELEMENT
+        if not e4m3 and format not in ("", ROW) and not format.startswith("wire:"):
             raise ValueError(f"format is {format!r}; allowed here: '', {ROW!r}, or one that begins with 'wire:'")
         if format == ROW and comm.dtype != torch.bfloat16:
             raise ValueError(f"format is {ROW!r} on a communicator of {comm.dtype}; allowed: torch.bfloat16")
@@ -107,16 +124,23 @@ class Experts(ExpertModule):
             raise ValueError(f"capacity is {capacity} and dynamic is True; allowed: one of the two")
         check_split(comm, "Experts")
         check_rows(Rows(rows, places, redispatch), comm, dynamic, format)
+        if e4m3:
+            format = check_e4m3(comm, intermediate_size, gemms, Rows(rows), format)
         self.rows, self.places, self.redispatch = rows, places, redispatch
         self.gemms = gemms
-        chosen = choose(comm, gemms, intermediate_size, format)
+        chosen = "few_rows_mlp_e4m3" if e4m3 else choose(comm, gemms, intermediate_size, format)
         logger.info("Experts of communicator %s: gemms=%r selects %s", comm.name, gemms, chosen)
         self.comm, self.capacity, self.dynamic = comm, capacity, dynamic
         self.format, self.combine_format, self.seed = format, combine_format, seed
         held, hidden, device = comm.num_local_experts, comm.hidden_size, default_device(comm)
         made = functools.partial(torch.empty, dtype=comm.dtype if dtype is None else dtype, device=device)
-        self.w_in = nn.Parameter(self.from_local(made(held, hidden, 2 * intermediate_size)))
-        self.w_out = nn.Parameter(self.from_local(made(held, intermediate_size, hidden)))
+        self.scale_names: tuple[str, ...] = ("in_scales", "out_scales") if e4m3 else ()
+        for name, shape in (("w_in", (hidden, 2 * intermediate_size)), ("w_out", (intermediate_size, hidden))):
+            local = made(held, *(reversed(shape) if e4m3 else shape))
+            self.register_parameter(name, nn.Parameter(self.from_local(local), requires_grad=not e4m3))
+        for name, w in zip(self.scale_names, (self.w_in, self.w_out), strict=False):
+            local = torch.empty(held, w.shape[1] // BLOCK, w.shape[2] // BLOCK, device=device)
+            self.register_parameter(name, nn.Parameter(self.from_local(local), requires_grad=False))
         self.register_buffer("dropped", torch.zeros(held, dtype=torch.int32, device=device), persistent=False)
         self.reset_parameters()
 
@@ -127,7 +151,11 @@ class Experts(ExpertModule):
         """
         for which, name in enumerate(("w_in", "w_out")):
             shape = getattr(self, name).shape[1:]
-            fill_experts(self, name, functools.partial(draw_expert, shape, self.seed, which=which))
+            if not self.scale_names:
+                fill_experts(self, name, functools.partial(draw_expert, shape, self.seed, which=which))
+                continue
+            for part, filled in enumerate((name, self.scale_names[which])):
+                fill_experts(self, filled, functools.partial(_draw_e4m3, shape, self.seed, which, part))
         self.dropped.zero_()
 
     def forward(
@@ -158,11 +186,11 @@ class Experts(ExpertModule):
             return done if return_dropped else done.out
         self.check_tokens(x, max_tokens, split=False)
         added = None if shared is None else shared(x)
+        w_in, w_out, *scales = self._local_weights()
         done = expert_mlp(
-            self.comm, x, topk_idx, topk_weights, self.local_weight("w_in"), self.local_weight("w_out"),
-            capacity=self.capacity, exact=self.dynamic, max_tokens=max_tokens, format=self.format,
-            combine_format=self.combine_format, gemms=self.gemms, rows=self.rows, places=self.places,
-            redispatch=self.redispatch,
+            self.comm, x, topk_idx, topk_weights, w_in, w_out, *scales, capacity=self.capacity, exact=self.dynamic,
+            max_tokens=max_tokens, format=self.format, combine_format=self.combine_format, gemms=self.gemms,
+            rows=self.rows, places=self.places, redispatch=self.redispatch,
         )  # fmt: skip
         self._count(done.dropped)
         if added is not None:
@@ -205,9 +233,9 @@ class Experts(ExpertModule):
             raise
         with torch.set_grad_enabled(zeros and not late):
             received = self.comm.dispatch_wait(dispatch)
-        w_in, w_out = self.local_weight("w_in"), self.local_weight("w_out")
+        w_in, w_out, *scales = self._local_weights()
         sent = SentTokens(self.comm, x, topk_weights, flight)
-        y, weights, dropped = expert_rows(received, w_in, w_out, chosen, sent, how)
+        y, weights, dropped = expert_rows(received, w_in, w_out, chosen, sent, how, scales)
         self._count(dropped)
         combine = self.comm.combine_start(y, received.route, weights, format=self.combine_format, flight=flight)
         try:
@@ -233,7 +261,7 @@ class Experts(ExpertModule):
         Raises:
             TypeError: x is not a tensor, or has the wrong dtype.
             ValueError: x has the wrong shape.
-            NotImplementedError: a transform of torch.func is active.
+            NotImplementedError: a transform of torch.func is active, or a gradient of e4m3 weights is needed.
             RuntimeError: ``split`` and ``dynamic`` are True.
         """
         if split and self.dynamic:
@@ -256,10 +284,29 @@ class Experts(ExpertModule):
         elif x.is_meta != self.w_in.is_meta or not x.is_meta and x.device != comm.device:
             allowed = "meta, like the experts" if self.w_in.is_meta else f"{comm.device}"
             error = ValueError(f"x is on {x.device}; allowed: {allowed}")
+        elif self.scale_names:
+            error = gradient_problem(x, *self.parameters())
         if error is not None:
             operator = "dispatch_start" if split else "dispatch_dynamic" if self.dynamic else "dispatch"
             tokens = comm.max_tokens_per_rank if max_tokens is None else max_tokens
             reject(operator, comm, error, flight, tokens)
+
+    def extra_repr(self) -> str:
+        experts, *_ = self.w_in.shape
+        width = self.w_out.shape[2 if self.scale_names else 1]
+        return f"{experts} experts, hidden_size={self.comm.hidden_size}, width={width}, dtype={self.w_in.dtype}"
+
+    def _local_weights(self) -> list[Tensor]:
+        """Return this rank's w_in and w_out, and their scales if they are e4m3."""
+        names = "w_in", "w_out", *self.scale_names
+        return [self.local_weight(name, convert=not self.scale_names) for name in names]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
+        def apply(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)  # codes are no numbers to convert
+
+        return super()._apply(apply if self.scale_names else fn, recurse)
 
     @torch.compiler.assume_constant_result  # as in the base class
     def _check_averaging(self) -> None:
@@ -280,6 +327,11 @@ def default_device(comm: Communicator) -> torch.device:
     """Return the device of new parameters: meta if that is torch's default device, else the communicator's."""
     default = torch.get_default_device()
     return default if default.type == "meta" else comm.device
+
+
+def _draw_e4m3(shape: torch.Size, seed: int, which: int, part: int, expert: int) -> Tensor:
+    """Return the codes [N, M] of the weights of :func:`draw_expert`, or for ``part`` 1 their scales."""
+    return quantize_blocks(draw_expert(torch.Size(reversed(shape)), seed, expert, which).t())[part]
 
 
 def draw_expert(shape: torch.Size, seed: int, expert: int, which: int) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ep_ops.communicator import Communicator
-from ep_ops.formats import exact_dtype
+from ep_ops.formats import ELEMENT, exact_dtype
 from ep_ops.nn.expert_module import check_complete, fill_weight
 from ep_ops.nn.experts import Experts, check_size, default_device, draw_expert
 from ep_ops.nn.grouped import Gemms
@@ -53,7 +53,8 @@ class MoELayer(nn.Module):
         router: a module that returns (topk_idx, topk_weights, logits) for x, as described by :class:`ep_ops.nn.Routed`.
             None: ``Router(E, H, top_k)``, a softmax router.
         shared_intermediate_size: width of a shared expert, which processes every token on the rank of the token. It
-            runs while rows are dispatched (unless ``dynamic``). 0: no shared expert.
+            runs while rows are dispatched (unless ``dynamic``). Its dtype is ``dtype``, or ``comm.dtype`` if the others
+            are e4m3. 0: no shared expert.
 
     Raises:
         TypeError: ``comm`` is not a communicator.
@@ -79,7 +80,7 @@ class MoELayer(nn.Module):
             comm, intermediate_size, capacity=capacity, dynamic=dynamic, format=format, combine_format=combine_format,
             dtype=dtype, seed=seed, gemms=gemms, rows=rows, places=places, redispatch=redispatch,
         )  # fmt: skip
-        dtype = comm.dtype if dtype is None else dtype
+        dtype = comm.dtype if dtype in (None, ELEMENT) else dtype
         self.shared = shared_expert(comm.hidden_size, shared_intermediate_size, dtype, device, seed)
 
     @ranged("ep_ops.nn.moe_layer")

@@ -1,0 +1,290 @@
+"""Layers whose experts have e4m3 weights: values, bits, checkpoints, conversions, and what is rejected."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from cases import fresh_seed
+from e4m3_experts import assert_layer, weights_of
+from ranks import run_ranks
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import ep_ops
+from ep_ops import formats
+from ep_ops.nn import Experts, MoELayer, expert_mlp, few_rows_mlp_e4m3, interleave, load_experts
+
+E, H, F, K = 5, 256, 128, 2
+E4M3 = torch.float8_e4m3fn
+NAMES = ("w_in", "in_scales", "w_out", "out_scales")
+FORM = formats.format_of("e4m3/128/fp32")
+
+
+def communicator(**more: Any) -> ep_ops.Communicator:
+    sizes = dict(num_experts=E, hidden_size=H, top_k=K, max_tokens_per_rank=64, dtype=torch.bfloat16, device="cpu")
+    return ep_ops.Communicator(**{**sizes, **more})
+
+
+def tokens(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    weights, ids = torch.rand(count, E, generator=draw).topk(K)
+    return torch.randn(count, H, generator=draw).bfloat16(), ids, weights
+
+
+def local(experts: Experts) -> list[Tensor]:
+    """w_in, in_scales, w_out, out_scales of this rank."""
+    return [p.to_local() if isinstance(p, DTensor) else p for p in (getattr(experts, name) for name in NAMES)]
+
+
+def state_of(weights: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    return dict(zip(NAMES, weights, strict=True))
+
+
+def read_from(weights: tuple[Tensor, ...]) -> Any:
+    """Return a function that reads tensors by the names of DeepSeek-V3's checkpoints."""
+
+    def read(name: str) -> Tensor:
+        _, expert, projection, suffix = name.split(".")
+        w_in, in_scales, w_out, out_scales = (w[int(expert)] for w in weights)
+        joined, down = (w_in, w_out) if suffix == "weight" else (in_scales, out_scales)
+        gate, up = joined.split(len(joined) // 2)
+        return {"gate_proj": gate, "up_proj": up, "down_proj": down}[projection]
+
+    return read
+
+
+def values(powers: bool, format: str, seed: int) -> list[list[Tensor]]:
+    """Return what the first tokens of a batch give, the same on all ranks, for weights of a checkpoint."""
+    whole = weights_of(E, H, F, seed, powers=powers)
+    x, ids, weights = tokens(64, seed)
+    found = []
+    with communicator() as comm, torch.no_grad():
+        experts = Experts(comm, F, dtype=E4M3, format=format)
+        for p in local(experts):
+            p.view(torch.uint8).fill_(0xFF if p.dtype == torch.float32 else 0x7F)
+        load_experts(experts, read_from(whole), "experts.")
+        mine = slice(comm.first_local_expert, comm.first_local_expert + comm.num_local_experts)
+        for got, one in zip(local(experts), whole, strict=True):
+            assert torch.equal(got.float(), one[mine].float())
+        for count in (64, 7, 1):
+            given = x[:count], ids[:count], weights[:count]
+            out = experts(*given, max_tokens=count)
+            (split,) = [step for step in experts.steps(*given, max_tokens=count) if step is not None]
+            shared = experts(*given, max_tokens=count, shared=torch.zeros_like)
+            w_in, in_scales, w_out, out_scales = local(experts)
+            function = expert_mlp(comm, *given, w_in, w_out, in_scales, out_scales, max_tokens=count, format=format)
+            # Rows that are sent in bfloat16 are quantized in the same way when they have arrived.
+            sent = comm.dispatch(*given, max_tokens=count)
+            rows = formats.quantize(sent.x, formats.format_of(format or FORM.name))
+            y = few_rows_mlp_e4m3(*rows, w_in, in_scales, w_out, out_scales, sent.route, comm.world_size)
+            home = comm.combine(y, sent.route, sent.weights)
+            for same in (split.out, shared, function.out, home):
+                assert torch.equal(same, out)
+            found.append(out)
+        assert int(experts.dropped.sum()) == 0
+    assert_layer(found[0], *given_rows(x, format), ids, weights, whole)
+    return found
+
+
+def given_rows(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    return formats.quantize(x, formats.format_of(format or FORM.name))
+
+
+@pytest.mark.parametrize(("ranks", "powers", "format"), [
+    (1, False, ""), (2, True, ""), (1, True, "e4m3/128/pow2"),
+    pytest.param(4, False, "e4m3/128/pow2", marks=pytest.mark.drawn),
+])  # fmt: skip
+def test_values(ranks: int, powers: bool, format: str) -> None:
+    """Within the stated bound of fp64 on the same codes and scales; the same bits on all ranks and in every batch, with
+    and without split operations."""
+    seed = fresh_seed()
+    results = run_ranks(ranks, values, powers, format, seed) if ranks > 1 else [values(powers, format, seed)]
+    whole = results[0][0]
+    assert whole.isfinite().all()
+    for found in results:
+        for out in found:
+            assert torch.equal(out, whole[: len(out)])
+
+
+def test_compiled() -> None:
+    """A whole layer in one graph, with a shared expert, has the bits of eager mode."""
+    torch._dynamo.reset()
+    with communicator() as comm, torch.no_grad():
+        layer = MoELayer(comm, F, dtype=E4M3, shared_intermediate_size=128)
+        assert layer.shared.w_in.dtype == torch.bfloat16
+        x = tokens(7, fresh_seed())[0]
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x, max_tokens=8), layer(x, max_tokens=8))
+
+
+def test_initial_weights() -> None:
+    """The initial weights are those of other dtypes, quantized; also after to_empty."""
+    with communicator() as comm:
+        exact, experts = Experts(comm, F, dtype=torch.float32), Experts(comm, F, dtype=E4M3)
+        with torch.device("meta"):
+            later = Experts(comm, F, dtype=E4M3)
+        assert later.w_in.is_meta
+        later.to_empty(device="cpu").reset_parameters()
+        for name, scales in (("w_in", "in_scales"), ("w_out", "out_scales")):
+            codes, by = getattr(experts, name), getattr(experts, scales)
+            wide = by.repeat_interleave(128, 1).repeat_interleave(128, 2)
+            error = (codes.float() * wide - getattr(exact, name).mT).abs()
+            assert (error <= getattr(exact, name).mT.abs() / 16 + wide / 1024).all()
+            assert codes.float().abs().max() == 448
+            assert torch.equal(getattr(later, name).view(torch.uint8), codes.view(torch.uint8))
+            assert torch.equal(getattr(later, scales), by)
+
+
+def bits(module: torch.nn.Module) -> list[Tensor]:
+    found = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
+    return [p.detach().contiguous().view(torch.uint8).clone() for p in found]
+
+
+def saved(module: torch.nn.Module) -> torch.nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def conversions() -> None:
+    with communicator() as comm, torch.no_grad():
+        layer = MoELayer(comm, F, dtype=E4M3)
+        before, x = bits(layer.experts), tokens(9, comm.rank)[0]
+        want = layer(x)
+        assert "float8_e4m3fn" in repr(layer) and "5 experts, hidden_size=256, width=128" in repr(layer)
+        changes = [
+            lambda m: m.bfloat16(), lambda m: m.half(), lambda m: m.float(), lambda m: m.to(torch.float64),
+            lambda m: m.to("cpu", torch.bfloat16), lambda m: m.type(torch.float16), copy.deepcopy,
+        ]  # fmt: skip
+        if comm.world_size == 1:
+            changes.append(saved)
+        for change in changes:
+            experts = change(layer.experts)
+            assert [p.dtype for p in experts.parameters()] == [E4M3, E4M3, torch.float32, torch.float32]
+            assert not any(p.requires_grad for p in experts.parameters())
+            assert all(torch.equal(a, b) for a, b in zip(bits(experts), before, strict=True))
+            layer.experts = experts
+            assert torch.equal(layer(x), want)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_conversions(ranks: int) -> None:
+    run_ranks(ranks, conversions) if ranks > 1 else conversions()
+
+
+def save(path: str, seed: int) -> None:
+    whole = weights_of(E, H, F, seed)
+    with communicator() as comm:
+        layer = MoELayer(comm, F, dtype=E4M3)
+        names = [f"experts.{name}" for name in ("w_in", "w_out", "in_scales", "out_scales")]
+        assert list(layer.state_dict()) == ["router.weight", *names]
+        assert all(isinstance(layer.state_dict()[name], DTensor) for name in names)
+        load_experts(layer.experts, read_from(whole), "experts.")
+        dcp.save(layer.state_dict(), checkpoint_id=path)
+
+
+def load(path: str, seed: int) -> None:
+    with communicator() as comm:
+        layer = MoELayer(comm, F, dtype=E4M3)
+        state = layer.state_dict()
+        dcp.load(state, checkpoint_id=path)
+        layer.load_state_dict(state)
+        for got, w in zip(local(layer.experts), weights_of(E, H, F, seed), strict=True):
+            assert got.dtype == w.dtype and torch.equal(got.view(torch.uint8), w.view(torch.uint8))
+
+
+def test_checkpoint(tmp_path: Path) -> None:
+    """A state dict has the names and DTensors of other experts. Two ranks save, one loads."""
+    seed = fresh_seed()
+    run_ranks(2, save, str(tmp_path), seed)
+    load(str(tmp_path), seed)
+
+
+def test_what_is_loaded() -> None:
+    """Scales in UE8M0 are converted exactly. Wrong shapes and dtypes raise errors with the name."""
+    whole = weights_of(E, H, F, 1, powers=True)
+    with communicator() as comm:
+        experts, plain = Experts(comm, F, dtype=E4M3), Experts(comm, F)
+        experts.load_state_dict(state_of(whole))
+        assert experts.in_scales.dtype == torch.float32 and torch.equal(experts.in_scales, whole[1].float())
+        kept = bits(experts)
+        for name in NAMES:
+            with pytest.raises(RuntimeError, match=f"size mismatch for {name}: "):
+                experts.load_state_dict(state_of(whole) | {name: state_of(whole)[name][:, :1]})
+            with pytest.raises(RuntimeError, match=f'Missing key.*"{name}"'):
+                experts.load_state_dict({other: w for other, w in state_of(whole).items() if other != name})
+        experts.load_state_dict(state_of(whole))
+        for assign in (False, True):
+            with pytest.raises(TypeError, match="w_in has dtype torch.bfloat16; allowed: torch.float8_e4m3fn, the dty"):
+                experts.load_state_dict(state_of(whole) | {"w_in": whole[0].bfloat16()}, assign=assign)
+            with pytest.raises(TypeError, match="w_out has dtype torch.float8_e4m3fn; allowed: torch.bfloat16"):
+                plain.load_state_dict({"w_out": plain.w_out.to(E4M3), "w_in": plain.w_in}, assign=assign)
+        assert all(torch.equal(a, b) for a, b in zip(bits(experts), kept, strict=True))
+        # Scales that are assigned stay UE8M0, with the same results.
+        given = tokens(3, 1)
+        with torch.no_grad():
+            want = experts(*given)
+            experts.load_state_dict(state_of(whole), assign=True)
+            assert experts.out_scales.dtype == torch.float8_e8m0fnu and torch.equal(experts(*given), want)
+        with pytest.raises(TypeError, match=r"experts.0.gate_proj.weight has dtype torch.bfloat16; allowed for"):
+            load_experts(experts, lambda name: read_from(whole)(name).bfloat16(), "experts.")
+        with pytest.raises(TypeError, match=r"experts.0.gate_proj.weight has dtype torch.float8_e4m3fn; allowed for"):
+            load_experts(plain, read_from(whole), "experts.")
+        with pytest.raises(ValueError, match=r"experts.0.gate_proj.weight_scale_inv has shape \(2, 2\); allowed: "):
+            load_experts(experts, read_from((whole[0], whole[1].repeat(1, 2, 1), *whole[2:])), "experts.")
+
+
+def trained() -> None:
+    with communicator(timeout=20) as comm:
+        layer, others = MoELayer(comm, F, dtype=E4M3), torch.no_grad()
+        x = tokens(5, comm.rank)[0]
+        for steps in (False, True):
+            given = x.clone().requires_grad_(comm.rank == 0)
+            with pytest.raises((NotImplementedError, ValueError), match="experts with e4m3 weights have no gradient"):
+                list(layer.steps(given)) if steps else layer(given)
+        layer.experts.requires_grad_(comm.rank == 0)
+        with pytest.raises((NotImplementedError, ValueError), match="e4m3 weights have no gradient; requires_grad"):
+            layer(x)
+        with others:
+            assert layer(x).isfinite().all()
+        layer.experts.requires_grad_(False)
+        out = layer(x)  # The router learns from the outputs of its experts.
+        out.float().square().sum().backward()
+        assert layer.router.weight.grad.abs().sum() > 0
+        assert all(p.grad is None for p in layer.experts.parameters())
+        first, second = interleave(*(layer.steps(x, flight=flight) for flight in (0, 1)))
+        assert torch.equal(first, out) and torch.equal(second, out)
+
+
+def test_training_is_an_error_on_all_ranks() -> None:
+    run_ranks(2, trained)
+
+
+@pytest.mark.parametrize(("sizes", "options", "text"), [
+    ({"dtype": torch.float16}, {}, "the communicator's dtype is torch.float16; allowed for e4m3 weights: torch.bf"),
+    ({"hidden_size": 192}, {}, "hidden_size is 192 and the experts' width is 128; allowed for e4m3 weights: mul"),
+    ({}, {"intermediate_size": 64}, "the experts' width is 64; allowed for e4m3 weights: multiples of 128"),
+    ({}, {"gemms": "torch"}, "gemms is 'torch'; allowed for e4m3 weights: 'auto', 'memory'"),
+    ({}, {"dtype": torch.float8_e5m2}, "dtype is torch.float8_e5m2; allowed: None, torch.bfloat16, "),
+    ({}, {"rows": "token_major"}, "rows is 'token_major'; allowed for e4m3 weights: 'grouped'"),
+    ({}, {"format": "wire:e4m3/128/pow2"}, "format is 'wire:e4m3/128/pow2'; allowed for e4m3 weights: '', 'e4m3"),
+])  # fmt: skip
+def test_rejections(sizes: dict[str, Any], options: dict[str, Any], text: str) -> None:
+    with communicator(**sizes) as comm:
+        given = {"intermediate_size": F, "dtype": E4M3} | options
+        with pytest.raises(ValueError, match=text):
+            MoELayer(comm, **given)
+
+
+def test_a_function_needs_both_scales() -> None:
+    with communicator() as comm:
+        w_in, in_scales, w_out, _ = weights_of(E, H, F, 1)
+        with pytest.raises(ValueError, match="one of in_scales and out_scales is None; allowed: both or none"):
+            expert_mlp(comm, *tokens(2, 1), w_in, w_out, in_scales)
