@@ -137,7 +137,7 @@ class Route(NamedTuple):
         """Return the copies that have rows on this rank, int32 [R + 1, 2], in the order of (source rank, token).
 
         A copy is a token that was sent to this rank. Each pair contains the index in ``owned`` where the rows of the
-        copy begin, and the home of the copy, ``(source * max_tokens + token) * C + copy number`` (docs/glossary.md).
+        copy begin, and the home of the copy, ``(source * max_tokens + token) * C + copy number`` (docs/schemas.md).
         The pair after the last copy contains the number of owned rows and an undefined number.
         """
         return lists.views(self.arrivals, self.num_rows).copies

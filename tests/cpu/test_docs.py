@@ -77,17 +77,49 @@ def test_every_argument_and_result_of_operators_is_explained() -> None:
         assert {result.name for result in schema.returns} <= explained["Results"]
 
 
+TESTS_OF_FAILURES = """
+argument: cpu/test_edges::test_what_one_rank_gets_wrong_all_are_told
+    gpu/test_failures::test_rejections_reach_everybody
+before: cpu/test_meeting::test_an_exception_on_one_rank kernels/test_interrupted::test_before_the_first_launch
+    gpu/test_rejections::test_a_kernel_that_cannot_be_loaded
+later: cpu/test_waits::test_ranks_that_do_not_come kernels/test_interrupted::test_half_an_operation
+    gpu/test_rejections::test_half_an_operation
+flights: cpu/test_operators_split::test_an_exception_between_start_and_wait
+    kernels/test_split_launch::test_flights_that_are_ended
+ids: kernels/test_interrupted::test_a_value_that_kernels_rejected gpu/test_failures::test_bad_expert
+ids: cpu/test_reference::test_every_rank_raises
+different: gpu/test_failures::test_order_mismatch gpu/test_failures::test_token_bounds_differ
+different: cpu/test_waits::test_ranks_that_do_not_come
+methods: cpu/test_call_order::test_methods_out_of_order
+threads: cpu/test_call_order::test_threads
+communicators: cpu/test_meeting::test_communicators_in_different_orders
+communicators: gpu/test_rejections::test_communicators_in_different_orders
+late: cpu/test_waits::test_ranks_that_do_not_come kernels/test_marks::test_waiting kernels/test_marks::test_watch
+absent: cpu/test_waits::test_ranks_that_do_not_come gpu/test_failures::test_absent_rank
+skips: cpu/test_waits::test_ranks_that_do_not_come gpu/test_failures::test_absent_rank
+leaves: cpu/test_call_order::test_leaving_by_an_exception
+leaves: kernels/test_interrupted::test_a_rank_that_has_left
+child: cpu/test_call_order::test_a_child_process
+argument: cpu/test_call_order::test_an_argument_that_is_wrong_on_one_rank
+destroy: cpu/test_communicator::test_destroy_does_not_wait_for_ever
+dead: gpu/test_deaths::test_ranks_die_one_after_the_other
+dead: cpu/test_survivors::test_one_is_killed
+creation: cpu/test_creation::test_no_backend_on_one_rank
+    gpu/test_rejections::test_no_memory_when_a_communicator_is_made
+"""
+"""The tests of each row of the table in docs/failures.md, in the order of the rows."""
+
+
 def test_every_row_of_the_table_of_failures_is_tested() -> None:
-    """The comment below the table of failures names tests for each row, and they exist."""
     page = (ROOT / "docs/failures.md").read_text()
     _, _, *rows = re.search(r"^\| fault \|(?:.*\n\|)+.*$", page, re.M)[0].splitlines()  # type: ignore[index]
-    named = re.search(r"<!-- The tests(?s:.*?)\n(?s:(.*?))-->", page)[1].splitlines()  # type: ignore[index]
+    named = re.split(r"\n(?! )", TESTS_OF_FAILURES.strip())
     assert len(rows) == len(named)
     for line in named:
         tests = line.partition(": ")[2].split()
         assert tests, line
         for path, name in (test.split("::") for test in tests):
-            assert f"\ndef {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
+            assert f"\ndef {name}(" in (ROOT / f"tests/{path}.py").read_text(), f"{path}::{name}"
 
 
 def test_the_api_lists_every_method_of_a_communicator() -> None:
