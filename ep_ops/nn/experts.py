@@ -67,7 +67,8 @@ class Experts(ExpertModule):
             :meth:`ep_ops.Communicator.combine` takes. Empty: the communicator's dtype.
         dtype: dtype of the parameters; None: ``comm.dtype``. They are converted to ``comm.dtype`` in each call, except
             for e4m3 weights.
-        seed: seed of the initial weights, which do not depend on the number of ranks.
+        seed: seed of the initial weights, which depend neither on the number of ranks nor on ``torch.manual_seed``.
+            Layers with the same seed begin with the same weights: give each layer of a model its own seed.
         gemms: the grouped GEMMs, the same on all ranks. "torch": PyTorch's. "quack": quack's, with the gradients of
             weights computed late (docs/overlap.md). "memory": kernels for few rows
             (:func:`ep_ops.nn.few_rows_mlp`), with the gradients of "torch"; for bfloat16 and float16 and sizes that are

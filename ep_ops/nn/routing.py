@@ -38,7 +38,7 @@ class Router(nn.Module):
             would round updates away.
         normalize: divide the weights of a token by their sum. None: unless ``top_k`` is 1, for which the weight would
             always be 1 and the router would not learn from it.
-        seed: seed of the initial weights.
+        seed: seed of the initial weights, which do not depend on ``torch.manual_seed``.
         device: device of the parameters.
 
     Raises:
