@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 try:  # FSDP2 has no public way from a module to the modules around it
     from torch.distributed._composable_state import _module_state_mapping as _states
@@ -74,7 +75,8 @@ def check_shards(module: Any) -> None:
         if not isinstance(parameter, DTensor):
             continue
         mesh = parameter.device_mesh
-        here = (mesh.mesh == dist.get_rank()).nonzero().tolist()
+        with _disable_current_modes():  # torch.export may be tracing
+            here = (mesh.mesh == dist.get_rank()).nonzero().tolist()
         created = list(mesh.get_coordinate() or ())
         if here and here[0] != created:
             raise ValueError(
