@@ -287,23 +287,24 @@ class Methods:
             self._reject("combine", unknown, 0, getattr(route, "max_tokens", None))
         if not isinstance(route, Route):
             reject("combine", self, wrong_type("route", route, Route), 0, None)
+        topk_idx, send_rows, arrivals, offs, counts, align, _, tokens, batch, _, layout, _, _ = route
         a: CombineArgs = _new(CombineArgs, (
-            y, weights, route.topk_idx, route.send_rows, route.arrivals, route.offs, route.counts, route.alignment,
-            route.max_tokens, self.name, residual, grad_format, format,
+            y, weights, topk_idx, send_rows, arrivals, offs, counts, align, tokens, self.name, residual, grad_format,
+            format,
         ))  # fmt: skip
         out = None
-        if not _is_grad_enabled() and (weights is None or route.layout != TOKEN_MAJOR):
+        if not _is_grad_enabled() and (weights is None or layout != TOKEN_MAJOR):
             out = COMBINE.repeat(a)
         if out is None:
             try:
                 y, weights = self._rows(y, weights, route)
                 residual = None if residual is None else inputs.residual(self, residual, route)
             except Exception as error:
-                reject("combine", self, error, 0, route.max_tokens)
+                reject("combine", self, error, 0, tokens)
             if y is not a.y or weights is not a.recv_weights or residual is not a.residual:
                 a = a._replace(y=y, recv_weights=weights, residual=residual)
             out = COMBINE.call(a)
-        return out if route.batch is None else _home(out, route)
+        return out if batch is None else _home(out, route)
 
     def combine_gathered(self, y: Tensor, route: Route, **unknown: Never) -> Tensor:
         """Combine without weights: each rank reads the rows of its tokens from symmetric memory (:meth:`empty_rows`).

@@ -18,7 +18,7 @@ MOST_CALLS = 1024
 class Call:
     """A call with given sizes and shapes."""
 
-    __slots__ = ("accepts", "run", "seen")
+    __slots__ = ("absent", "accepts", "others", "run", "seen")
 
     def __init__(self, run: Callable[[Any], Any]) -> None:
         self.run = run
@@ -28,12 +28,18 @@ class Call:
         self.accepts: Callable[..., bool] | None = None
         """Returns whether tensors have the types, dtypes, devices, sizes and strides of an earlier call, without
         gradients and in the same modes. The stride of a dimension of size 1 may be any, as for contiguous tensors."""
+        self.absent = False
+        """Whether one of the tensors is None, which ``accepts`` does not take."""
+        self.others: tuple[Any, ...] = ()
+        """The arguments behind the tensors."""
 
-    def remember(self, tensors: tuple[Tensor, ...]) -> None:
+    def remember(self, given: tuple[Tensor | None, ...], others: tuple[Any, ...]) -> None:
         """Accept tensors like these from the second time on; a call that comes once is not worth its guard."""
         if not self.seen:
             self.seen = True
             return
+        tensors = tuple(tensor for tensor in given if tensor is not None)
+        self.absent, self.others = len(tensors) < len(given), others
         sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
         strides: list[Any] = [
             [None if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
@@ -50,6 +56,8 @@ class CallCache(dict[Any, Call]):
         self._backend = backend
         self.prepared: dict[Spec, Prepared] = {}
         """How the backend runs calls of the specifications that have passed their checks."""
+        self.latest: dict[Any, Call] = {}
+        """The latest call of each operator that was accepted without checks."""
         self._older: dict[Any, Call] = {}
 
     def prepare(self, spec: Spec) -> Prepared:
@@ -75,4 +83,5 @@ class CallCache(dict[Any, Call]):
         """Forget everything."""
         self.clear()
         self._older.clear()
+        self.latest.clear()
         self.prepared.clear()

@@ -160,21 +160,22 @@ def _remembering(
         if _heeded():
             return None
         try:
-            comm, optional = living[a[name]], a[one]
-            absent = optional is None
-            # Guards end the process for nested tensors. Those have no `shape`; `is_nested` tells it of other tensors.
-            known = comm.calls[op, a[leading:], absent, a[rows].shape[0], a[ids].shape[0]]
-            if known is None or (accepts := known.accepts) is None or not absent and optional.is_nested:
-                return None
-            if rows and a[0].is_nested:
-                return None
-            for tensor in a[ids + 1 : leading]:
-                if tensor.is_nested:
+            comm, given, others = living[a[name]], a[:leading], a[leading:]
+            if absent := given[one] is None:
+                given = given[:one] + given[one + 1 :]
+            for tensor in given:
+                if tensor.is_nested:  # guards would end the process
                     return None
-            given = a[:one] + a[one + 1 : leading] if absent else a[:leading]
+            latest = comm.calls.latest
+            known: Any = latest[op] if op in latest else None
+            if not (known and known.others == others and known.absent is absent and known.accepts(*given)):
+                known = comm.calls[op, others, absent, a[rows].shape[0], a[ids].shape[0]]
+                if not (known and known.accepts and known.accepts(*given)):
+                    return None
+                latest[op] = known
         except Exception:  # invalid, which is detected later
             return None
-        if not accepts(*given) or a[rows].data_ptr() % _ALIGNED or lists and a[lists].data_ptr() % (_ALIGNED // 2):
+        if a[rows].data_ptr() % _ALIGNED or lists and a[lists].data_ptr() % (_ALIGNED // 2):
             return None
         busy = comm.busy
         if not busy.acquire(False):
@@ -188,8 +189,7 @@ def _remembering(
             busy.release()
 
     def call(a: Any) -> Any:
-        results = repeat(a) if recognized else None
-        if results is not None:
+        if recognized and (results := repeat(a)) is not None:
             return results
         if _heeded():
             return op.dispatched(a)
@@ -197,7 +197,7 @@ def _remembering(
         if alone and recognized and not (other and a[other] is not None):
             found = living[a[name]].calls[key(a)]
             if found is not None:
-                found.remember(tuple(tensor for tensor in a[:leading] if tensor is not None))
+                found.remember(a[:leading], a[leading:])
         return results
 
     return key, repeat, call
@@ -323,7 +323,8 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _profiler_enabled = torch.autograd._profiler_enabled
-_top_hooks, _reentrant = recomputation.top_hooks, recomputation.reentrant
+_top_hooks = recomputation.top_hooks
+_running: Any = recomputation.running
 _tracing_state = torch._C._get_tracing_state  # of torch.jit.trace, whose tensors no guard accepts
 
 
@@ -335,11 +336,11 @@ def _heeded() -> bool:
     return (
         _is_dynamo_compiling()
         or get_eval_frame_callback() is not None  # Dynamo would trace into this code
-        or _dispatch_modes() > 0  # also of torch.export
-        or _function_modes() > 0
+        or _dispatch_modes() != 0  # also of torch.export
+        or _function_modes() != 0
         or _transforms() is not None
         or _profiler_enabled()
         or forward_ad._current_level >= 0  # torch.func.jvp also enters a level
-        or _reentrant.region is not None  # checkpointing, whose calls must not be remembered
+        or _running  # checkpointing, whose calls must not be remembered
         or _top_hooks(False) is not None
     )

@@ -53,8 +53,8 @@ def calls(monkeypatch) -> list[str]:
         names[call] = key[0].name
         return add(self, key, call)
 
-    def remembers(self, tensors):
-        remember(self, tensors)
+    def remembers(self, *given):
+        remember(self, *given)
         if (accepts := self.accepts) is not None:
             self.accepts = lambda *given: accepts(*given) and (made.append(names[self]) or True)
 
@@ -170,6 +170,9 @@ def test_transforms_and_levels_hear_of_it(comm, calls):
     many(comm, *args)
     calls.clear()
     torch.func.vmap(lambda rows: rows + comm.dispatch(*args).x[0])(torch.zeros(2, 8))
+    torch.func.functionalize(lambda rows: rows + comm.dispatch(*args).x[0])(torch.zeros(8))
+    with pytest.raises(NotImplementedError, match="does not support the transforms of torch.func"):
+        torch.func.grad(lambda rows: comm.dispatch(rows, *args[1:]).x.sum())(args[0])
     with BaseTorchFunctionMode():
         comm.dispatch(*args)
     with forward_ad.dual_level():
@@ -396,6 +399,37 @@ def test_weights_of_token_major_rows_are_not_recognized(comm):
         comm.combine(rows.x, rows.route)
         with pytest.raises(ValueError, match="weights are given for token-major rows"):
             comm.combine(rows.x, rows.route, grouped.weights)
+
+
+@torch.no_grad()
+def test_calls_that_differ_in_one_argument_are_recognized_in_turns(comm, calls):
+    """A call is compared with the latest one first, and each argument tells it from others: the results are its own."""
+    x, idx, weights = given()
+    sizes: list[dict[str, Any]] = [
+        {}, {"topk_weights": None}, {"capacity": 16}, {"layout": "token_major"}, {"zeros": True}, {"max_tokens": 5}
+    ]  # fmt: skip
+    ways = [{"x": x, "topk_idx": idx, "topk_weights": weights, "zeros": False, **more} for more in sizes]
+    ways.append(ways[0] | {name: ways[0][name][:2] for name in ("x", "topk_idx", "topk_weights")})
+
+    def run(way: dict[str, Any]) -> list[Any]:
+        sent = comm.dispatch(**way)
+        each = None if sent.route.layout == "token_major" else sent.weights
+        held = sent.route.recv_from >= 0
+        home = comm.combine(sent.x, sent.route, each)
+        more = comm.combine(sent.x, sent.route, each, residual=home)
+        return [sent.x[held], sent.x.shape, sent.route.ints, sent.weights is None, home, more]
+
+    fresh = []
+    for way in ways:
+        comm.calls.forget()
+        fresh.append(run(way))
+    for _ in range(2):
+        [run(way) for way in ways]
+    calls.clear()
+    for way, expected in [*zip(ways, fresh, strict=True)] + [*zip(ways, fresh, strict=True)][::-1]:
+        for got, wanted in zip(run(way), expected, strict=True):
+            assert torch.equal(got, wanted) if isinstance(wanted, torch.Tensor) else got == wanted, way
+    assert calls.count("dispatch") == 2 * len(ways), "all of them are recognized"
 
 
 @torch.no_grad()
