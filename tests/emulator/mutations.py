@@ -3,7 +3,7 @@ rows of few tokens, are left out in turn, in a copy of their source, and some sc
 Minutes; a nightly workflow runs it, and whoever changes a wait. So are a few barriers and bounds of kernels within a
 domain.
 
-The waits have the names that they have on docs/across-domains.md. What finds those between operations is that when one
+The waits have the names that tests/simulator/__init__.py lists. What finds those between operations is that when one
 has ended nothing is under way that was put in it, and a network in which words are behind all else that moves.
 
 Of these the emulator shows nothing, because there is one order of all loads and stores in it:
