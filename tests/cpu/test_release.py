@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -47,6 +48,22 @@ def test_the_weekly_workflow_tests_the_oldest_toolchain() -> None:
     workflow = (ROOT / ".github/workflows/ci.yml").read_text()
     (oldest,) = re.findall(r"- (nvidia-cutlass-dsl==4\.8\.0 apache-tvm-ffi==0\.1\.11) ", workflow)
     assert oldest.split() == [f"{package}=={versions[0]}" for package, versions in TOOLCHAIN.items()]
+
+
+def test_links_of_the_published_readme(tmp_path: Path) -> None:
+    """The workflow makes links to files absolute, because package indexes show the README without them."""
+    shutil.copy(ROOT / "README.md", tmp_path)
+    commands = re.findall(r"^ +(sed .* README\.md)$", (ROOT / ".github/workflows/publish.yml").read_text(), re.M)
+    env = {"GITHUB_SERVER_URL": "https://host", "GITHUB_REPOSITORY": "o/r", "GITHUB_REF_NAME": "v1"}
+    subprocess.run(
+        ["bash", "-ec", "\n".join(commands)], cwd=tmp_path, env={"PATH": os.environ["PATH"], **env}, check=True
+    )
+    links = re.findall(r"(!?)\[[^]]*\]\(([^)]*)\)", (tmp_path / "README.md").read_text())
+    assert {bool(image) for image, _ in links} == {True, False}
+    for image, link in links:
+        folder = f"https://host/o/r/{'raw' if image else 'blob'}/v1/"
+        assert link[0] == "#" or (ROOT / link.removeprefix(folder).partition("#")[0]).is_file(), link
+        assert link[0] == "#" or link.startswith(folder)
 
 
 def test_the_installation_test_runs_every_command() -> None:
