@@ -15,6 +15,8 @@ EP_OPERATORS = frozenset(op.overload for op in OPERATORS)
 NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"})
 """Namespaces of PyTorch's collectives in traced graphs."""
 
+_CALLS = "ep_calls"  # key in the meta of nodes that call a subgraph with ep operators
+
 
 def packets() -> list[torch._ops.OpOverloadPacket]:
     """Return ``torch.ops.<namespace>.<name>`` of all operators that communicate."""
@@ -36,9 +38,13 @@ def communicates(node: Node) -> bool:
 
 
 def calls_operators(node: Node) -> bool:
-    """Return whether a node is the call of a subgraph that contains an ep operator."""
-    is_call = isinstance(node.target, torch._ops.HigherOrderOperator)
-    return is_call and has_operators(_subgraphs(node))
+    """Return whether a node is the call of a subgraph that contains an ep operator.
+
+    The node keeps the answer, because partitioners copy it to graphs that do not hold the subgraphs yet.
+    """
+    if isinstance(node.target, torch._ops.HigherOrderOperator) and has_operators(_subgraphs(node)):
+        node.meta[_CALLS] = True
+    return _CALLS in node.meta
 
 
 def has_operators(graphs: list[Graph]) -> bool:

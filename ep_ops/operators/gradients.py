@@ -101,15 +101,20 @@ def _check(ctx: Any, operator: Operator, topk_idx: Tensor, *grads: Tensor | None
     has kept the results of a dispatch to other experts."""
     try:
         if any(grad is not None and _is_batched(grad) for grad in grads):
-            raise NotImplementedError(
-                f"ep::{operator.name} does not support batched gradients (torch.autograd.grad with is_grads_batched,"
-                " torch.autograd.functional.jacobian with vectorize); allowed: one backward for each gradient"
-            )
+            raise not_batched(operator)
         if ctx.forward_idx is not None:
             recomputation.compare(topk_idx, *ctx.forward_idx)
     except RuntimeError as error:
         comm, flight = registry.get(ctx.along["comm"]), getattr(ctx, "flight", 0)
         reject(operator.name, comm, error, flight, ctx.along["max_tokens"])
+
+
+def not_batched(operator: Operator) -> NotImplementedError:
+    """Return the error for tensors of batched gradients, which would run the operator once for each gradient."""
+    return NotImplementedError(
+        f"ep::{operator.name} does not support batched gradients (torch.autograd.grad with is_grads_batched,"
+        " torch.autograd.functional.jacobian with vectorize); allowed: one backward for each gradient"
+    )
 
 
 _is_batched = torch._C._functorch.is_legacy_batchedtensor

@@ -57,7 +57,7 @@ def _is_kept(is_not_collective: Callable[[Node], bool], node: Node) -> bool:
 
 def mark(graph: Graph) -> None:
     """Decide for each operator of a joint graph whether backward runs it again. Sizes have no influence."""
-    if not collectives.has_operators([graph]):
+    if not any(node.target in collectives.EP_OPERATORS or collectives.calls_operators(node) for node in graph.nodes):
         return
     from torch.utils.checkpoint import CheckpointPolicy as Policy
 
@@ -88,7 +88,7 @@ def mark(graph: Graph) -> None:
         if any(user in backward or user in repeated and user in needed for user in node.users):
             needed.add(node)
     for node in graph.nodes:
-        if not collectives.is_collective(node):
+        if not collectives.communicates(node):
             continue
         node.meta[_MARKED] = True
         if node in backward:

@@ -20,7 +20,8 @@ from ..registry import Living
 from ..specs import spec_of
 from . import recomputation
 from .eager import RememberedOp, check_data
-from .library import CONTIGUOUS, define, differentiate
+from .gradients import not_batched
+from .library import CONTIGUOUS, LIBRARY, define, differentiate
 from .operator import Operator
 from .rejection import reject, reject_thread
 from .table import OPERATORS
@@ -125,6 +126,17 @@ def _fake(op: Operator) -> Callable[..., Any]:
     return fake
 
 
+def _batched(op: Operator) -> Callable[..., Any]:
+    """Return what rejects tensors of batched gradients, which compiled graphs pass to the operator."""
+
+    @torch._disable_dynamo
+    def rejected(*args: Any) -> Any:
+        a = op.arguments(*args)
+        _reject(op.name, registry.get(a.comm), a, not_batched(op))
+
+    return rejected
+
+
 def _register_gradient(op: Operator) -> None:
     record, gradient = op.arguments, op.gradient
     assert gradient is not None
@@ -149,6 +161,7 @@ for _op in OPERATORS:
     _tags = (CONTIGUOUS, torch.Tag.cudagraph_unsafe) if _op.exact else (CONTIGUOUS,)
     _made = functools.partial(RememberedOp, interrupted=functools.partial(_interrupted, _op))
     _op.registered = define(_op.name + _op.schema, _implementation(_op), _fake(_op), _tags, _made)
+    LIBRARY.impl(_op.name, _batched(_op), "Batched")
     _op.repeat, _op.call = _op.registered.repeat, _op.registered.call
     if _op.gradient is not None:
         _register_gradient(_op)

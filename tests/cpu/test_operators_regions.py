@@ -73,6 +73,50 @@ def test_a_region_whose_results_are_not_used(comm: Any, monkeypatch: pytest.Monk
             ran.clear()
 
 
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.drawn)])
+def test_a_region_of_a_training_graph_whose_results_are_not_used(
+    comm: Any, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    block, ran = block_of(comm), calls_of(comm, monkeypatch)
+
+    def before(run: Any, x: Tensor) -> Tensor:
+        run(x.detach())
+        run(x * 2)
+        return run(x)
+
+    def after(run: Any, x: Tensor) -> Tensor:
+        out = run(x)
+        run(out)
+        return out
+
+    x = torch.randn(5, 16, requires_grad=True)
+    for f in (before, after):
+        found = []
+        for run in (block, torch.compiler.nested_compile_region(block)):
+            compiled = f if run is block else torch.compile(f, fullgraph=True, backend=backend)
+            out = compiled(run, x)
+            grad = torch.autograd.grad(out.square().sum(), x)[0]
+            found.append((out, grad, tuple(ran)))
+            ran.clear()
+        (out, grad, operators), (right, right_grad, eager) = found[1], found[0]
+        assert operators == eager
+        torch.testing.assert_close((out, grad), (right, right_grad))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.drawn)])
+@pytest.mark.parametrize("of_region", [False, True])
+def test_batched_gradients_of_a_graph(comm: Any, of_region: bool, backend: str) -> None:
+    block = block_of(comm)
+    f = torch.compiler.nested_compile_region(block) if of_region else block
+    compiled = torch.compile(lambda x: f(x), fullgraph=True, backend=backend)
+    x, several = torch.randn(5, 16, requires_grad=True), torch.randn(3, 5, 16)
+    out = compiled(x)
+    with pytest.raises(NotImplementedError, match="batched gradients .*; allowed: one backward"):
+        torch.autograd.grad(out, x, several, is_grads_batched=True, retain_graph=True)
+    for one in several:
+        torch.testing.assert_close(torch.autograd.grad(out, x, one, retain_graph=True)[0], 2 * x.cos() * one)
+
+
 class Constants(nn.Module):
     """A plan of constant ids, and a dispatch of constant rows."""
 
