@@ -54,7 +54,7 @@ class Wire:
     each rank that they go to (`operation.settle`).
 
     `rows`: the most rows of the latency kernels that go to a rank in one put, with one word. More than 1, at most
-    `BUNDLE`, where a put costs more than it takes a block to put the rows together (docs/across-domains.md)."""
+    `BUNDLE`, where a put costs more than it takes a block to put the rows together (docs/domains.md)."""
 
     late: ClassVar[bool] = True
     rows: int = field(default=1, kw_only=True)

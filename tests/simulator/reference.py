@@ -40,7 +40,7 @@ def dispatched(shape: Shape, op: Operation, route: Operation) -> list[Any]:
 
 
 def combined(shape: Shape, op: Operation, route: Operation) -> list[Any]:
-    """By rank: of each token the tree of sums (docs/across-domains.md) and the scalar of each k."""
+    """By rank: of each token the tree of sums (docs/domains.md) and the scalar of each k."""
     kept = routed(shape, route)
 
     def token_of(source: int, token: int) -> Any:
