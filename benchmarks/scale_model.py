@@ -4,7 +4,7 @@
     python benchmarks/scale_model.py --markdown                              # the tables of results/model.md
 
 Constants of the model come from recorded runs of both benchmarks on 4 x H200; its other figures are in
-ep_ops/bench/model.py.
+ep_ops/backends/cute/rates.py and ep_ops/bench/model.py.
 """
 
 from __future__ import annotations
@@ -19,21 +19,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ep_ops.backends.cute.rates import MEMORY, Gpu, passing_rows
 from ep_ops.bench.figures import log_ticks, markdown_table, pyplot, save, text_table
 from ep_ops.bench.model import EFA, GIB, INFINIBAND, Found, assumptions, model, prediction_rows, where
-from ep_ops.bench.model_formulas import (
-    MEMORY,
-    Gpu,
-    Layout,
-    WireSpeed,
-    expected,
-    few_us,
-    in_rounds,
-    many_us,
-    of_rows,
-    passing_rows,
-    reached_domains,
-)
+from ep_ops.bench.model_formulas import Layout, WireSpeed, expected, few_us, in_rounds, many_us, reached_domains
 from ep_ops.bench.ranks import rounded, write
 
 RECORDED = Path(__file__).resolve().parent / "results"
@@ -171,7 +160,7 @@ def of_recorded(gpu: Gpu, result: dict[str, Any], ranks: int) -> float:
     copies = near / row * ranks / (ranks - 1)
     reached = min(copies, result["tokens"] * min(ranks, result["top_k"]))
     passing = passing_rows(result["op"], copies, reached, max(result["rows_expanded"]), result["tokens"])
-    return of_rows(gpu, result["op"], near, passing * row)
+    return gpu.us(result["op"], near, passing * row)
 
 
 def measured_errors(gpu: Gpu, many_runs: Sequence[dict[str, Any]], few: dict[str, Any]) -> list[dict[str, Any]]:

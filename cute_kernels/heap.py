@@ -21,8 +21,7 @@ LEAST_CHUNK_TOKENS, MOST_CHUNK_TOKENS = 2, 8
 """The fewest and the most tokens of a chunk of staged rows."""
 
 BATCH_BYTES = 128 * 1024
-"""About how many bytes of rows cross to another NVLink domain in one put. NVSHMEM between 2 H100s, 4096 tokens of
-14 KiB, with 64, 128 and 256 KiB: a dispatch takes 401, 364 and 355 us, of 512 tokens 85, 88 and 83 us."""
+"""About how many bytes of rows cross to another NVLink domain in one put (benchmarks/results/domains.md)."""
 MOST_BATCH_TOKENS = 16
 """The most tokens that the rows of one put are of: a bit for each has to fit into its word."""
 
@@ -159,6 +158,13 @@ class Problem(RowSizes):
         return 1 < self.world_size == self.most_copies and self.num_domains == 1
 
     @property
+    def adds_own(self) -> bool:
+        """Whether owners of tokens add the rows that their own rank has of them in a combine of rows, round or quantize
+        that sum as if it were sent, and add the other rank's, for which a lane is left. Only with two ranks: with more
+        of them the link limits a combine, and a sum of two has the same bits in either order."""
+        return self.world_size == 2 and self.num_domains == 1 and self.top_k < 32
+
+    @property
     def tiles(self) -> int:
         """Into how many tiles of consecutive tokens a rank cuts its route, one block each. What a block reads of all
         ranks' counts (world_size × tiles × experts) stays below 512 KiB, unless one tile has more."""
@@ -238,7 +244,7 @@ WORDS_OF_RANKS = ("hello", "rejected", "route")
 WORDS_OF_RAIL = ("batch", "wanted", "sum", "returned", "weighed")
 """All others of every heap. Each put sets one word of its own, so whoever counts them knows how many puts have come."""
 WORDS_OF_LATENCY = ("routes_words", "lines_words")
-"""Those of the latency kernels, where the heap has them."""
+"""Sections of the latency kernels, where the heap has them."""
 
 PURPOSES = {
     **dict.fromkeys(("messages", "messages_out", "kept", "weights", "weights_in", "wanted_in", "wanted_out"), "routes"),

@@ -56,7 +56,7 @@ class Segment(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a block computes at a time."""
+    """Part of the result that a block computes at a time."""
 
     expert: Int32
     column: Int32  # the first one of the result
@@ -144,7 +144,7 @@ class FewRows(Launched):
 
     @property
     def name(self) -> str:
-        """What it is called in a profile."""
+        """Name of the kernel in a profile."""
         return "ep_gate_up" if self.gated else "ep_down"
 
     @property

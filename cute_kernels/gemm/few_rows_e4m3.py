@@ -60,7 +60,7 @@ class FewRowsE4M3(FewRows):
 
     @property
     def name(self) -> str:
-        """What it is called in a profile."""
+        """Name of the kernel in a profile."""
         return "ep_gate_up_e4m3" if self.gated else "ep_down_e4m3"
 
     @property

@@ -31,8 +31,8 @@ from .sizes import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BY
 from .split import SplitOperation
 
 AHEAD = 4
-"""Number of packets that a warp reads before it sends the first of them. (Kernels of token-major rows read one: with
-four they took 0.3 us longer at 64 and at 128 tokens on two H100s.)"""
+"""Number of packets that a warp reads before it sends the first of them. Kernels of token-major rows read one, because
+four are slower there (benchmarks/results/notes.md)."""
 
 
 class LatencyDispatchArgs(NamedTuple):

@@ -24,8 +24,7 @@ NUMBERS = 16
 """Numbers of a sum that a lane quantizes: those of one payload vector."""
 FEW_TOKENS = 32
 """With at most so many tokens, a warp fetches the rows of a sum that do not fit into its registers into L2 while it
-loads the first ones. 2 H100s, hidden size 7168: a combine of 1, 32, 64 and 128 tokens takes 4.3, 5.7, 7.4 and 11.5 us
-with these fetches, and 4.6, 6.0, 7.2 and 10.6 us without."""
+loads the first ones. With more tokens that is slower (benchmarks/results/notes.md)."""
 
 
 def packets_of(form: Form) -> int:

@@ -63,9 +63,7 @@ from .surplus import BlockBudget, Parts, count_parts
 
 PASSING = 5 / 8
 """Share of the blocks that do not push which pass sums on, with several NVLink domains; the others sum, for which each
-token requires a fence over NVSHMEM. 2 H100s over NVSHMEM, 4096 tokens of 14 KiB: a combine takes 376 us if 36 blocks
-push, 58 pass sums on and 34 sum, and 467 us with 48, 60 and 20. Over stores it takes 326 us with 40, 50 and 38, and
-336 us with 48, 60 and 20."""
+token requires a fence over NVSHMEM (benchmarks/results/domains.md)."""
 HALF_SLICE = 4
 """Vectors of a slice if a lane holds two sums in registers, in addition to the values that it adds."""
 
@@ -123,11 +121,8 @@ class Combine(SlicedKernel):
 
     @property
     def adds_own(self) -> bool:
-        """Whether owners add the rows of their own rank, round or quantize their sum as if it were sent, and add the
-        other rank's. Only with two ranks: with more of them the link limits a combine, and a sum of two has the same
-        bits in either order."""
-        p = self.problem
-        return self.rows and p.world_size == 2 and p.num_domains == 1 and p.top_k <= OTHER_LANE
+        """Whether owners add the rows of their own rank (`Problem.adds_own`)."""
+        return self.rows and self.problem.adds_own
 
     @property
     def in_format(self) -> SumSlices | None:

@@ -58,10 +58,10 @@ def problem(config: Config) -> str | None:
 
 def too_small(config: Config, multiprocessors: int) -> str | None:
     """Return why the cute backend needs more than this number of multiprocessors, or None."""
-    from .cute import sm_model
+    from .cute import residency
     from .cute.sizing import sizes_of
 
-    return sm_model.too_small(sizes_of(config), multiprocessors)
+    return residency.too_small(sizes_of(config), multiprocessors)
 
 
 def lack(config: Config, multiprocessors: int) -> str | None:

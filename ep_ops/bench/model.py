@@ -1,7 +1,8 @@
 """Predict time, traffic and memory of dispatch and combine on up to 576 ranks: `ep-ops bench model`. Needs no GPU.
 
-Speeds of NVLink and constants of the operations are those measured on 4 x H200; figures of networks are published ones.
-`benchmarks/scale_model.py` derives the constants from recorded runs and compares the model with measurements.
+Speeds of NVLink and constants of the operations are those measured on 4 x H200 (ep_ops/backends/cute/rates.py), from
+which the numbers of multiprocessors follow as well; figures of networks are published ones. `benchmarks/scale_model.py`
+derives the constants from recorded runs and compares the model with measurements.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ep_ops.backends.cute.sm_model import TokenTraffic
+from ep_ops.backends.cute.rates import H200, SM, Gpu
+from ep_ops.backends.cute.residency import most_pulling
+from ep_ops.backends.cute.sm_model import TokenTraffic, default_budget
+from ep_ops.backends.cute.tuning import Tuning
 
 from .figures import text_table
 from .model_formulas import (
-    MEMORY,
-    Gpu,
     Layout,
     WireSpeed,
     combine_bytes,
@@ -40,25 +42,6 @@ GIB = 2**30
 H200_SMS = 132
 DOMAIN_SIZES = {8: (16, 32, 64, 128, 256, 512), 72: (144, 288, 576)}
 ONE_DOMAIN = (2, 4, 8, 16, 32, 64, 72)
-
-H200 = Gpu(
-    "NVIDIA H200",
-    pull=328.9e9,
-    push=352.91e9,
-    memory=MEMORY,
-    flag=0.7366880018264055,
-    constants={
-        "dispatch": 26.184195804195767,
-        "dispatch_planned": 13.189195804195819,
-        "combine": 30.947018078263582,
-        "combine_gathered": 4.8041958041957855,
-        "few dispatch": 5.374938718330725,
-        "few combine": 3.616245971982428,
-    },
-    told="measured on 4 x NVIDIA H200: fetching 329 GB/s, storing 353 GB/s over NVLink, memory 3.7 TB/s, a flag"
-    " 0.74 µs",
-)
-"""What `measured_gpu` of benchmarks/scale_model.py derives from the recorded runs."""
 
 INFINIBAND = WireSpeed(
     "InfiniBand, GPU-initiated",
@@ -90,6 +73,7 @@ def model(gpu: Gpu, many_tokens: int, few_tokens: int, limit: int) -> Found:
         "few_tokens": few_tokens,
         "staging_limit": limit,
         "gpu": dataclasses.asdict(gpu),
+        "sm": dataclasses.asdict(SM),
         "wires": [dataclasses.asdict(wire) for wire in WIRES],
         "predictions": predictions(gpu, many_tokens, few_tokens, limit),
     }
@@ -129,9 +113,10 @@ def sms(layout: Layout) -> list[int] | None:
     """Return the default budgets of a dispatch and a combine on 132 multiprocessors, or None for several domains."""
     if layout.domains > 1:
         return None
-    held, slices = layout.experts // layout.ranks, -(-layout.row_bytes // 4096)
-    budget = TokenTraffic.of((held,) * layout.ranks, layout.top_k, layout.row_bytes, slices)
-    return [budget.dispatch_sms(H200_SMS), budget.most_combine_sms(H200_SMS)]
+    traffic = TokenTraffic.of(layout.problem, -(-layout.row_bytes // 4096))
+    tuning, most = Tuning(H200.name, layout.ranks), most_pulling(layout.problem, H200_SMS)
+    budget = default_budget(traffic, tuning, H200_SMS, most, None, None)
+    return [budget.dispatch, budget.combine]
 
 
 def where(entry: Found) -> str:
@@ -167,11 +152,14 @@ def prediction_rows(found: Found) -> list[list[str]]:
 
 def assumptions(found: Found) -> list[str]:
     constants = ", ".join(f"{op} {us:.1f}" for op, us in found["gpu"]["constants"].items())
+    of_sm = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in found["sm"].items())
     return [
         "Even routing, hidden 7168, bf16, top-8, experts: the multiple of the ranks from 256 on; many:"
         f" {found['tokens']} tokens a rank, few: {found['few_tokens']}; staging of many tokens at most"
         f" {found['staging_limit'] / 2**30:g} GiB",
         f"GPU: {found['gpu']['told']}; constants in µs: {constants}",
+        "Numbers of SMs follow from the same speeds, from the table of measured choices, and from the work of one SM,"
+        f" in bytes per second, in seconds, and in relation to other work: {of_sm}",
         "In e4m3: a combine whose sums are sent as codes and scales; encoding and decoding take no time beyond that of"
         " their bytes (assumed)",
         *(f"{wire['name']}: {wire['told']}" for wire in found["wires"]),

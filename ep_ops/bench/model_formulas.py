@@ -21,6 +21,7 @@ from functools import cached_property
 
 from cute_kernels.heap import ENTRY_BYTES, Problem
 from cute_kernels.latency.sizes import PACKET_BYTES, LatencyHeap, packets, route_packets
+from ep_ops.backends.cute.rates import Gpu, passing_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,23 +265,8 @@ def few_bytes(layout: Layout, combine: bool, rows: int = 1) -> Bytes:
 
 # ---------------------------------------------------------------------- time
 
-MEMORY = 3.7e12
-"""Bytes a second that an H200 reads and writes in its memory (ep_ops/backends/cute/sm_model.py)."""
 BUNDLING = 50e9
 """Bytes a second that a block puts together: assumed."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Gpu:
-    """Bytes a second, and constants in µs by operation."""
-
-    name: str
-    pull: float  # over NVLink, in one direction: fetched
-    push: float  # stored
-    memory: float
-    flag: float  # µs until a flag that was set at a peer is seen there
-    constants: dict[str, float]
-    told: str  # where that is from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,22 +281,6 @@ class WireSpeed:
     rows: int = 1  # of few tokens for one rank, at most, in a put (cute_kernels/latency/bundled.py)
 
 
-def of_rows(gpu: Gpu, op: str, near: float, passing: float) -> float:
-    """Return the µs for bytes over NVLink and through memory."""
-    link = gpu.pull if op != "combine" else gpu.push
-    return 1e6 * max(near / link, passing / gpu.memory)
-
-
-def passing_rows(op: str, copies: float, reached: float, expanded: float, tokens: float) -> float:
-    """Return the rows that a rank reads and writes in its memory: it receives `copies`, and `reached` copies of its
-    tokens are sent."""
-    if op == "combine":
-        return expanded + copies + reached + tokens
-    if op == "combine_gathered":
-        return reached + tokens
-    return 2 * tokens + copies + expanded
-
-
 def many_us(gpu: Gpu, wire: WireSpeed | None, layout: Layout, op: str) -> float:
     """Return the µs of a throughput dispatch or combine."""
     t = expected(layout)
@@ -321,7 +291,7 @@ def many_us(gpu: Gpu, wire: WireSpeed | None, layout: Layout, op: str) -> float:
     if op == "combine":
         sent = layout.sent_sum
         passing -= (2 * t.copies + crossing) * (layout.row_bytes - sent)
-    alone = of_rows(gpu, op, moved.near, passing)
+    alone = gpu.us(op, moved.near, passing)
     if wire is None or layout.domains == 1:
         return gpu.constants[op] + alone
     batch = 1e6 * layout.problem.batch_tokens * sent / wire.rate

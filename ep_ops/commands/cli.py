@@ -190,12 +190,14 @@ BENCHMARKS = {
     "latency": "latency kernels in CUDA graphs: pairs, split operations, with concurrent matrix products",
     "decode": "a whole decode layer in CUDA graphs, compared with the time that reading its weights takes",
     "layer": "a whole layer, forward and backward, with receive buffers of the exact size and larger ones",
+    "tune": "finds the numbers of blocks with which operations take the least time, and writes them",
     "model": "predicted times, bytes and memory of up to 576 ranks; runs nothing",
 }
 BENCHMARK_NOTES = (
     "All except model run on all GPUs of this host, one process for each, or on the ranks of torchrun. Without GPUs,",
-    "or with --device cpu, they run the reference backend on CPU processes, whose times say nothing about GPUs; use",
-    "small sizes: throughput --preset tiny, latency --tokens 1,2 --hidden 64 --experts 8 --top-k 2 --replays 3.",
+    "or with --device cpu, all but tune run the reference backend on CPU processes, whose times say nothing about",
+    "GPUs; use small sizes: throughput --preset tiny,",
+    "latency --tokens 1,2 --hidden 64 --experts 8 --top-k 2 --replays 3.",
     "They print results as they go, and with --out FILE write them as JSON after each result.",
 )
 

@@ -95,8 +95,6 @@ def _captured(comm: ep_ops.Communicator, model: nn.Module, x: Tensor):
 
 def _floor(comm: ep_ops.Communicator, layers: list[DecodeLayer], x: Tensor) -> float:
     """Return the time in which memory delivers the weights that one step reads, on the rank that reads most, in µs."""
-    from ep_ops.backends.cute.sm_model import memory_speed
-
     named = torch.zeros((), dtype=torch.float64, device=comm.device)
     for layer in layers:
         topk_idx, *_ = layer.moe.router(x)
@@ -109,6 +107,13 @@ def _floor(comm: ep_ops.Communicator, layers: list[DecodeLayer], x: Tensor) -> f
     weights = layers[0].moe.experts.parameters()
     expert = sum(weight.shape[1:].numel() * weight.element_size() for weight in weights)
     return float(named) * expert / memory_speed(comm.device) * 1e6
+
+
+def memory_speed(device: torch.device) -> float:
+    """Return the bytes per second of a GPU's memory by its data sheet: its clock in kHz, with two transfers a cycle,
+    times its bus width in bits."""
+    gpu = torch.cuda.get_device_properties(device)
+    return 2 * 1e3 * gpu.memory_clock_rate * gpu.memory_bus_width / 8
 
 
 def _time(comm: ep_ops.Communicator, replay, steps: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -10,25 +11,40 @@ import torch
 import toy
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from cute_kernels.heap import Problem
 from ep_ops.backends.budget import ANY, Budget
-from ep_ops.backends.cute.sm_model import TokenTraffic, default_budget, has_fast_memory
+from ep_ops.backends.cute.sm_model import TokenTraffic, default_budget
+from ep_ops.backends.cute.tuning import Tuning
+from ep_ops.commands.decode import memory_speed
 
 H200 = 132
-ROW = 14336, 4  # bytes, slices
-EVEN = {world_size: TokenTraffic.of((256 // world_size,) * world_size, 8, *ROW) for world_size in (1, 2, 4, 8, 16)}
 
 
-def pushers(traffic: TokenTraffic, blocks: int, tokens: int = 4096) -> int:
-    return traffic.pushers(blocks, tokens)
+def of(experts: Sequence[int], top_k: int, hidden: int = 7168, slices: int = 4) -> TokenTraffic:
+    return TokenTraffic.of(Problem(len(experts), tuple(experts), top_k, hidden, "bf16", 4096), slices)
+
+
+EVEN = {world_size: of((256 // world_size,) * world_size, 8) for world_size in (1, 2, 4, 8, 16)}
+
+
+def pushers(traffic: TokenTraffic, blocks: int, tokens: int = 4096, gpu: str = "NVIDIA H100 PCIe") -> int:
+    knobs = Tuning(gpu, traffic.ranks).knobs("combine", traffic.layout, "?" * bool(traffic.sum_bytes), tokens)
+    return traffic.pushers(blocks, knobs)
+
+
+def chosen(traffic: TokenTraffic, sms: int, dispatch: int | None, combine: int | None, most: int = 100) -> Budget:
+    return default_budget(traffic, Tuning("", traffic.ranks), sms, most, dispatch, combine)
 
 
 def test_rows_of_a_token():
-    assert TokenTraffic.of((8,), 2, 16, 1) == TokenTraffic(1, 1, 0, 2, 16, 1)
-    assert TokenTraffic.of((1, 1, 1, 1), 1, 32, 3) == TokenTraffic(4, 1, 0.75, 1, 32, 3)
-    two = TokenTraffic.of((2, 2), 2, 16, 1)  # of 6 pairs 2 stay on one rank
+    assert of((8,), 2, 8, 1) == TokenTraffic(1, 1, 0, 2, 16, 1)
+    assert of((1, 1, 1, 1), 1, 16, 3) == TokenTraffic(4, 1, 0.75, 1, 32, 3)
+    two = of((2, 2), 2, 8, 1)  # of 6 pairs 2 stay on one rank
     assert math.isclose(two.reached, 5 / 3) and math.isclose(two.crossing, 5 / 6)
     # Every token reaches every rank that has experts; more names than experts name no others.
-    assert TokenTraffic.of((3, 0, 2), 5, *ROW).reached == TokenTraffic.of((3, 0, 2), 32, *ROW).reached == 2
+    assert of((3, 0, 2), 5).reached == of((3, 0, 2), 32).reached == 2
+    # Owners add the rows of two ranks, if a warp has a lane for the sum of the other rank.
+    assert two.adds_own and not of((16, 17), 32).adds_own and not of((1, 1, 1, 1), 1).adds_own
 
 
 def test_what_was_measured_to_be_enough():
@@ -37,11 +53,12 @@ def test_what_was_measured_to_be_enough():
     traffic = EVEN[4]
     assert (traffic.dispatch_sms(H200), traffic.combine_sms(H200), traffic.gather_sms(H200)) == (22, 32, 10)
     assert EVEN[2].dispatch_sms(H200) == 48 and 58 <= EVEN[2].combine_sms(H200) <= 66
-    assert [EVEN[n].most_combine_sms(H200) for n in (1, 2, 4)] == [EVEN[1].combine_sms(H200), 110, 110]
+    combines = [chosen(EVEN[n], H200, None, None).combine for n in (1, 2, 4)]
+    assert combines == [EVEN[1].combine_sms(H200), 110, 110]
     assert pushers(traffic, 32) == 20 and pushers(traffic, 64) == 28 and 42 <= pushers(EVEN[2], 112) <= 46
     assert 42 <= traffic.scaled_sms(H200) <= 46 and 56 <= EVEN[2].scaled_sms(H200) <= 66
-    assert TokenTraffic.of((64,) * 4, 1, *ROW).dispatch_sms(H200) == 20  # few rows, of which enough must be under way
-    short = TokenTraffic.of((64,) * 4, 8, 4096, 1)
+    assert of((64,) * 4, 1).dispatch_sms(H200) == 20  # few rows, of which enough must be under way
+    short = of((64,) * 4, 8, 2048, 1)
     assert 32 <= short.combine_sms(H200) <= 36 and 20 <= pushers(short, 36) <= 22
 
 
@@ -60,25 +77,24 @@ def test_alone_the_memory_is_the_limit():
 
 def test_fast_memory_leaves_spare_blocks_to_sums():
     """2 H200s, of 110 blocks: 26 push grouped rows, 18 to 22 token-major ones, 36 and about 30 sums in a format. Of few
-    tokens 34 to 42 push. Blocks join them on a rank with more rows. With 4 ranks the memory's speed changes nothing."""
-    held = (128, 128)
-    fast, slow = (TokenTraffic.of(held, 8, *ROW, fast_memory=fast) for fast in (True, False))
-    formatted = fast.in_format(7392)
-    found = [pushers(traffic, 110) for traffic in (fast, fast.copies, formatted, formatted.copies)]
-    assert found == [26, 19, 36, 30] and [pushers(slow, 110), pushers(slow.copies, 110)] == [42, 29]
-    assert [pushers(fast, 110, n) for n in (64, 2048, 2049)] == [36, 36, 26] and pushers(fast.copies, 110, 2048) == 29
-    assert fast.joins and not slow.joins and fast.combine_sms(H200) == slow.combine_sms(H200)
-    four = TokenTraffic.of((64,) * 4, 8, *ROW, fast_memory=True)
-    assert [pushers(four, n) for n in (32, 64, 110)] == [pushers(EVEN[4], n) for n in (32, 64, 110)]
-    assert all(1 <= pushers(fast, n) < n and pushers(fast, n) <= pushers(slow, n) for n in range(2, 140))
+    tokens 34 to 42 push. On 2 H100s more push. With 4 ranks both GPUs have the same."""
+    two, fast = EVEN[2], "NVIDIA H200"
+    formatted = two.in_format(7392)
+    found = [pushers(traffic, 110, gpu=fast) for traffic in (two, two.copies, formatted, formatted.copies)]
+    assert found == [26, 19, 36, 30] and [pushers(two, 110), pushers(two.copies, 110)] == [42, 29]
+    assert [pushers(two, 110, n, fast) for n in (64, 2048, 2049)] == [36, 36, 26]
+    assert pushers(two.copies, 110, 2048, fast) == 29
+    assert [pushers(EVEN[4], n, gpu=fast) for n in (32, 64, 110)] == [pushers(EVEN[4], n) for n in (32, 64, 110)]
+    for n in range(2, 140):
+        assert 1 <= pushers(two, n, gpu=fast) < n and pushers(two, n, gpu=fast) <= pushers(two, n)
 
 
-@pytest.mark.parametrize(("clock", "bits", "fast"), [(3_201_000, 6016, True), (2_619_000, 5120, False), (0, 0, False)])
-def test_memory_is_fast_by_its_clock_and_width(clock, bits, fast, monkeypatch):
-    """The values of H200s and H100s, and those of a GPU that reports none."""
+@pytest.mark.parametrize(("clock", "bits", "speed"), [(3_201_000, 6016, 4.81e12), (2_619_000, 5120, 3.35e12)])
+def test_memory_speed_by_clock_and_width(clock, bits, speed, monkeypatch):
+    """The values of H200s and H100s."""
     properties = SimpleNamespace(memory_clock_rate=clock, memory_bus_width=bits)  # kHz
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert has_fast_memory(torch.device("cuda", 0)) is fast
+    assert memory_speed(torch.device("cuda", 0)) == pytest.approx(speed, rel=0.001)
 
 
 def test_few_blocks_are_shared_as_many_are():
@@ -88,9 +104,9 @@ def test_few_blocks_are_shared_as_many_are():
 
 def test_what_is_asked_for_is_what_is_taken():
     traffic = EVEN[4]
-    asked = default_budget(traffic, H200, 100, 30, 40)
+    asked = chosen(traffic, H200, 30, 40)
     assert (*now(asked), asked.gather, asked.scaled) == (30, 40, 40, 40)
-    model = default_budget(traffic, H200, 100, None, None)
+    model = chosen(traffic, H200, None, None)
     assert (*now(model), model.gather, model.scaled) == (22, 110, 10, 44)
 
 
@@ -102,17 +118,17 @@ def test_more_ranks_need_fewer():
         TokenTraffic.gather_sms,
         TokenTraffic.scaled_sms,
     ):
-        chosen = [choose(EVEN[world_size], H200) for world_size in EVEN]
-        assert chosen[1:] == sorted(chosen[1:], reverse=True) and chosen[0] > chosen[2] > chosen[-1]
+        found = [choose(EVEN[world_size], H200) for world_size in EVEN]
+        assert found[1:] == sorted(found[1:], reverse=True) and found[0] > found[2] > found[-1]
 
 
 @pytest.mark.parametrize("experts", [(1,), (256,), (3, 5), (0, 4), (64,) * 4, (1,) * 8])
 @pytest.mark.parametrize("top_k", [1, 8, 32])
 @pytest.mark.parametrize("sms", [1, 8, 16, 20, 78, 132, 160])
 def test_every_gpu_has_blocks_for_everything(experts, top_k, sms):
-    traffic = TokenTraffic.of(experts, top_k, *ROW)
+    traffic = of(experts, top_k)
     for asked in (None, 1, 1000):
-        budget = default_budget(traffic, sms, sms - 17, asked, asked)
+        budget = chosen(traffic, sms, asked, asked, sms - 17)
         assert 1 <= budget.dispatch <= max(1, sms - 17) and 2 <= budget.combine <= max(2, sms)
         assert 1 <= budget.gather <= max(2, sms) and 1 <= budget.scaled <= max(1, sms - 17)
     assert traffic.dispatch_sms(sms) <= sms and traffic.combine_sms(sms) <= sms

@@ -62,6 +62,7 @@ def test_what_is_installed(installed: Path) -> None:
         assert (installed / package / "py.typed").is_file()
         ours = {path.relative_to(ROOT) for path in (ROOT / package).rglob("*.py")}
         assert {path.relative_to(installed) for path in (installed / package).rglob("*.py")} == ours
+    assert (installed / "ep_ops" / "backends" / "cute" / "tuning.json").is_file()
 
 
 def test_it_is_what_runs(installed: Path, foreign: Path) -> None:

@@ -31,7 +31,6 @@ from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.pull_scaled import PullScaled
 from ep_ops import config
 from ep_ops.backends.cute import backend, launcher, sizing
-from ep_ops.backends.cute.call_state import CallState
 
 NAME = "adversary"
 DEPTH, COURIERS = 64, 2
@@ -142,9 +141,9 @@ class Launcher(launcher.Launcher):
 
     def __init__(
         self, problem: Any, heap: Any, multiprocessors: int, rest: tuple[int, int, int],
-        stream: Callable[[int], int] | None = None, state: CallState | None = None,
+        *others: Any,
     ) -> None:  # fmt: skip
-        super().__init__(problem, heap, multiprocessors, rest, stream, state)
+        super().__init__(problem, heap, multiprocessors, rest, *others)
         self.mail: Mail | None = None
         if isinstance(problem.wire, Adversary):
             if not hasattr(heap, "mail"):

@@ -17,7 +17,7 @@ from sharing import MPS, own_gpu
 from torch import Tensor
 
 import ep_ops
-from ep_ops.backends.cute import sm_model
+from ep_ops.backends.cute import residency
 from ep_ops.nn import few_rows_mlp
 
 pytestmark = own_gpu
@@ -94,14 +94,14 @@ class Steps:
         self.out.clear()
 
 
-@pytest.mark.parametrize("taken", [1, sm_model.MARGIN, 60, None])
+@pytest.mark.parametrize("taken", [1, residency.MARGIN, 60, None])
 @pytest.mark.parametrize("kind", ["many", "few"])
 def test_blocks_that_stay(kind, taken, comms, together) -> None:
     """Operations end while another kernel holds some multiprocessors, or all but those that are needed, until they
     have."""
     launcher = comms[kind][0].backend._launcher
     if taken is None:
-        left = sm_model.needed(launcher.problem) if kind == "many" else -(-launcher.multiprocessors // 2)
+        left = residency.needed(launcher.problem) if kind == "many" else -(-launcher.multiprocessors // 2)
         taken = launcher.multiprocessors - left
     steps, theirs = Steps(comms[kind][0], taken), torch.cuda.Stream()
     if dist.is_initialized():

@@ -70,7 +70,7 @@ def backend(device: Device) -> Any:
     made._failures = NO_FAILURES
     made._latency_tokens, made._rank, made._device, made._across = 64, 0, torch.device("cpu"), False
     made._problem = PROBLEM
-    results, traffic = Outputs(PROBLEM, 2, torch.device("cpu")), TokenTraffic.of((2, 2), 2, 128, 1)
+    results, traffic = Outputs(PROBLEM, 2, torch.device("cpu")), TokenTraffic.of(PROBLEM, 1)
     made._launcher, made._state = Launches(device), device.state
     here = made._launcher
     made.side = side = Launches(device, made._flights.side.raw)

@@ -20,6 +20,7 @@ from ep_ops.backends.cute import outputs
 from ep_ops.backends.cute.call_state import CallState
 from ep_ops.backends.cute.sm_model import TokenTraffic
 from ep_ops.backends.cute.throughput import ThroughputPath
+from ep_ops.backends.cute.tuning import Tuning
 
 PROBLEM = Problem(3, (3, 0, 5), 4, 64, "bf16", 512)
 
@@ -40,8 +41,9 @@ NO_FAILURES: Any = SimpleNamespace(
 class Recorder:
     """Stands for a `Launcher`; notes (kernel, terms, arguments) of each launch."""
 
-    def __init__(self, problem: Problem, multiprocessors: int) -> None:
+    def __init__(self, problem: Problem, multiprocessors: int, gpu: str = "") -> None:
         self.problem, self.multiprocessors = problem, multiprocessors
+        self.tuning = Tuning(gpu, problem.world_size)
         self.device, self.state = torch.device("cpu"), CallState()
         self.launched: list[tuple[Any, int, dict[str, Any]]] = []
 
@@ -75,7 +77,7 @@ def throughput(
     """The path of rank 0, and what notes its launches."""
     allocate_on_cpu(monkeypatch)
     recorder: Any = Recorder(problem, multiprocessors)
-    traffic = TokenTraffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes, 1)
+    traffic = TokenTraffic.of(problem, 1)
     made = outputs.Outputs(problem, problem.experts_per_rank[0], recorder.device)
     return On(ThroughputPath(recorder, made, budget, traffic)), recorder
 

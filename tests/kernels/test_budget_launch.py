@@ -20,11 +20,13 @@ from ep_ops.backends.budget import Budget
 from ep_ops.backends.cute.outputs import Outputs
 from ep_ops.backends.cute.sm_model import OperationSms, TokenTraffic, default_budget
 from ep_ops.backends.cute.throughput import ThroughputPath
+from ep_ops.backends.cute.tuning import Tuning
 from ep_ops.records import Route
 
 TOKENS, SMS = 64, 132
 PROBLEM = Problem(2, (128, 128), 8, 7168, "bf16", TOKENS)
-TRAFFIC = TokenTraffic.of(PROBLEM.experts_per_rank, PROBLEM.top_k, PROBLEM.row_bytes, 4)
+TRAFFIC = TokenTraffic.of(PROBLEM, 4)
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 FORMATS = ("", ""), ("e4m3/128/pow2", "packed"), ("e4m3/128/pow2", "columns"), ("wire:e4m3/32/mx", "")
 X, IDX = torch.zeros(TOKENS, 7168, dtype=torch.bfloat16), torch.zeros(TOKENS, 8, dtype=torch.int32)
 
@@ -32,8 +34,8 @@ X, IDX = torch.zeros(TOKENS, 7168, dtype=torch.bfloat16), torch.zeros(TOKENS, 8,
 def blocks_of(monkeypatch: pytest.MonkeyPatch, token_major: bool, asked: tuple[int | None, int | None]) -> list[Any]:
     """Return the blocks of the pulls and combines of a dispatch, a known route and a combine, there and back."""
     allocate_on_cpu(monkeypatch)
-    recorder = Recorder(PROBLEM, SMS)
-    budget = default_budget(TRAFFIC, SMS, 100, *asked)
+    recorder = Recorder(PROBLEM, SMS, H100)
+    budget = default_budget(TRAFFIC, recorder.tuning, SMS, 100, *asked)
     made = Outputs(PROBLEM, 128, recorder.device)
     path = On(ThroughputPath(recorder, made, budget, TRAFFIC))  # type: ignore[arg-type]
     rows = 2 * TOKENS * (1 if token_major else 8)
@@ -58,10 +60,11 @@ def test_blocks_follow_the_rows_that_there_is_room_for(monkeypatch: pytest.Monke
     load = TRAFFIC.expected(TOKENS)
     # The grid that joins has a block of its own, which a dispatch deals none to.
     assert blocks_of(monkeypatch, False, (None, None)) == [(47, load), *[(48, load)] * 2, *[(110, 42)] * 2]
-    copies = TokenTraffic.of((1, 1), 2, PROBLEM.row_bytes, 4)
+    copies = TokenTraffic.of(dataclasses.replace(PROBLEM, experts_per_rank=(1, 1), top_k=2), 4)
     found = blocks_of(monkeypatch, True, (None, None))
     assert [given[0] for given in found] == [29, 30, 30, 110, 110] and copies.dispatch_sms(SMS) == 30
-    assert [given[1] for given in found[3:]] == [29, 29] and copies.pushers(110, TOKENS) == 29
+    knobs = Tuning(H100, 2).knobs("combine", "token_major")
+    assert [given[1] for given in found[3:]] == [29, 29] and copies.pushers(110, knobs) == 29
     assert [given[1] for given in found[:3]] == pytest.approx([4 * TOKENS] * 3, rel=0.01)
 
 
@@ -75,8 +78,9 @@ def test_a_budget_that_was_set_is_taken(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_concurrent_combines_take_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """Combines of split operations leave the rest to computation: 30 SMs with a row for each copy, of which 9 push."""
-    budget, copies = default_budget(TRAFFIC, SMS, 100, None, None), TRAFFIC.copies
-    aside = OperationSms(PROBLEM, budget, TRAFFIC, SMS, aside=True)
+    tuning, copies = Tuning(H100, 2), TRAFFIC.copies
+    budget = default_budget(TRAFFIC, tuning, SMS, 100, None, None)
+    aside = OperationSms(PROBLEM, budget, TRAFFIC, tuning, SMS, aside=True)
     load = TRAFFIC.expected(TOKENS, SEND)
     assert aside.pushing(TRAFFIC, TOKENS, True) == {"pushers": 24, "expected": load, "joining": 0, "blocks": 64}
     assert (aside.pushing(copies, TOKENS, True)["pushers"], aside.pushing(copies, TOKENS, True)["blocks"]) == (9, 30)
@@ -84,35 +88,41 @@ def test_concurrent_combines_take_what_they_need(monkeypatch: pytest.MonkeyPatch
         assert aside.pushing(copies, TOKENS, True)["blocks"] == 70
 
 
-@pytest.mark.parametrize("fast", [False, True], ids=["slow", "fast"])
-def test_rows_in_a_format_are_fetched_by_more_blocks(fast: bool) -> None:
-    """Most of all with packed scales and fast memory. A budget that was set is taken."""
-    budget, traffic = default_budget(TRAFFIC, SMS, 100, None, None), dataclasses.replace(TRAFFIC, fast_memory=fast)
-    sms = OperationSms(PROBLEM, budget, traffic, SMS)
-    of = [sms.pulling(traffic, row_format(Delivery(None, name, layout))) for name, layout in FORMATS]
-    assert of == [48, 66 if fast else 60, 60, 60] and max(of) <= budget.most_dispatch
+@pytest.mark.parametrize("gpu", [H100, H200])
+def test_rows_in_a_format_are_fetched_by_more_blocks(gpu: str) -> None:
+    """Most of all with packed scales on H200s. A budget that was set is taken."""
+    tuning = Tuning(gpu, 2)
+    budget = default_budget(TRAFFIC, tuning, SMS, 100, None, None)
+    sms = OperationSms(PROBLEM, budget, TRAFFIC, tuning, SMS)
+
+    def pulling(name: str, layout: str) -> int:
+        return sms.pulling(TRAFFIC, row_format(Delivery(None, name, layout)), TOKENS)
+
+    of = [pulling(*named) for named in FORMATS]
+    assert of == [48, 66 if gpu == H200 else 60, 60, 60] and max(of) <= budget.most_dispatch
     with budget.changed(20, None):
-        assert {sms.pulling(traffic, row_format(Delivery(None, name, layout))) for name, layout in FORMATS} == {20}
-    aside = OperationSms(PROBLEM, budget, traffic, SMS, aside=True)
-    assert aside.pulling(traffic, row_format(Delivery(None, *FORMATS[1]))) == 48
+        assert {pulling(*named) for named in FORMATS} == {20}
+    sms = OperationSms(PROBLEM, budget, TRAFFIC, tuning, SMS, aside=True)
+    assert pulling(*FORMATS[1]) == 48
 
 
 def test_ranks_with_more_rows_push_with_more_blocks() -> None:
-    """Ranks with more rows push with all blocks that need not sum; across domains, with a small budget, and where
-    owners add rows and memory is slow, with no more than others."""
+    """Ranks with more rows push with all blocks that need not sum; across domains, with a small budget, and on two
+    H100s, with no more than others."""
     problem = dataclasses.replace(PROBLEM, world_size=4, experts_per_rank=(64,) * 4)
-    traffic = TokenTraffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes, 4)
+    traffic = TokenTraffic.of(problem, 4)
 
-    def joining(traffic: TokenTraffic, budget: Budget, rows: bool = True) -> int:
-        return OperationSms(problem, budget, traffic, SMS).pushing(traffic, TOKENS, rows)["joining"]
+    def joining(traffic: TokenTraffic, budget: Budget, rows: bool = True, gpu: str = H100) -> int:
+        tuning = Tuning(gpu, traffic.ranks)
+        return OperationSms(problem, budget, traffic, tuning, SMS).pushing(traffic, TOKENS, rows)["joining"]
 
-    budget = default_budget(traffic, SMS, 100, None, None)
-    pushers = traffic.pushers(110, TOKENS)
+    knobs = Tuning(H100, 4).knobs("combine")
+    budget = default_budget(traffic, Tuning(H100, 4), SMS, 100, None, None)
+    pushers = traffic.pushers(110, knobs)
     assert joining(traffic, budget) == 110 - pushers - traffic.summers > 0
     assert joining(traffic, budget, False) == joining(dataclasses.replace(traffic, across=True), budget) == 0
     assert joining(TRAFFIC, budget) == 0
-    fast = dataclasses.replace(TRAFFIC, fast_memory=True)
-    assert joining(fast, budget) == 110 - fast.pushers(110, TOKENS) - fast.summers > 30
+    assert joining(TRAFFIC, budget, gpu=H200) == 110 - TRAFFIC.pushers(110, knobs) - TRAFFIC.summers > 30
     with budget.changed(None, 16):
         assert joining(traffic, budget) == 0
 
@@ -121,6 +131,7 @@ def test_sums_in_a_format_are_pushed_by_more_blocks() -> None:
     """Two ranks: owners add their own rows. Encoding takes longer than rounding, and the link less time."""
     in_format = TRAFFIC.in_format(7616)
     assert TRAFFIC.adds_own and in_format.adds_own
-    assert TRAFFIC.pushers(110, TOKENS) < in_format.pushers(110, TOKENS)
+    knobs = Tuning(H100, 2).knobs("combine")
+    assert TRAFFIC.pushers(110, knobs) < in_format.pushers(110, knobs)
     assert all(Combine(PROBLEM, True, True, False, format=form).adds_own for form in ("", "e4m3/32/mx"))
     assert not Combine(dataclasses.replace(PROBLEM, world_size=1, experts_per_rank=(256,)), True, True, False).adds_own

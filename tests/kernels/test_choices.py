@@ -28,13 +28,15 @@ from cute_kernels.slices import Slices
 from ep_ops.backends.cute import outputs
 from ep_ops.backends.cute.backend import CuteBackend
 from ep_ops.backends.cute.latency import LatencyPath
-from ep_ops.backends.cute.sm_model import TokenTraffic, default_budget, most_pulling
+from ep_ops.backends.cute.residency import most_pulling
+from ep_ops.backends.cute.sm_model import TokenTraffic, default_budget
 from ep_ops.backends.cute.throughput import ThroughputPath
+from ep_ops.backends.cute.tuning import KNOBS, Row
 from ep_ops.records import Route
 
 RECORDED = Path(__file__).with_name("choices.txt")
-GPUS = {"H100": False, "H200": True}
-"""Whether the memory of a GPU is fast. All have 132 multiprocessors."""
+GPUS = {"H100": "NVIDIA H100 80GB HBM3", "H200": "NVIDIA H200"}
+"""Names of GPUs as drivers report them. All have 132 multiprocessors."""
 SMS = 132
 RANKS = (1, 2, 4, 8)
 MODELS = {
@@ -60,13 +62,14 @@ def new(kind: torch.dtype, *shape: int) -> torch.Tensor:
 class Machine:
     """A rank of a communicator whose launches are noted."""
 
-    def __init__(self, ranks: int, fast: bool, model: tuple[int, int, int]) -> None:
+    def __init__(self, ranks: int, gpu: str, model: tuple[int, int, int], *rows: Row) -> None:
         experts, top_k, hidden = model
         self.problem = p = Problem(ranks, (experts // ranks,) * ranks, top_k, hidden, "bf16", max(TOKENS))
         slices = Slices(p.row_bytes, p.dtype).slices
-        traffic = TokenTraffic.of(p.experts_per_rank, top_k, p.row_bytes, slices, False, fast)
-        budget = default_budget(traffic, SMS, most_pulling(p, SMS), None, None)
-        self.recorder = recorder = Recorder(p, SMS)
+        traffic = TokenTraffic.of(p, slices)
+        self.recorder = recorder = Recorder(p, SMS, gpu)
+        recorder.tuning.put(*rows)
+        budget = default_budget(traffic, recorder.tuning, SMS, most_pulling(p, SMS), None, None)
         made: Any = outputs.Outputs(p, p.local_experts, recorder.device)
         side: Any = object()
         self.few = On(LatencyPath(recorder, made, LATENCY))  # type: ignore[arg-type]
@@ -200,10 +203,15 @@ def record() -> str:
     return "".join(lines)
 
 
-def recorded_on_meta(patch: Any) -> str:
-    """Return the record, made without memory for results."""
+def on_meta(patch: Any) -> None:
+    """Make results without memory."""
     made = lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="meta")  # noqa: E731
     patch.setattr(outputs, "allocator", lambda device: made)
+
+
+def recorded_on_meta(patch: Any) -> str:
+    """Return the record, made without memory for results."""
+    on_meta(patch)
     return record()
 
 
@@ -211,6 +219,46 @@ def test_choices_are_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     before, now = RECORDED.read_text(), recorded_on_meta(monkeypatch)
     found = list(difflib.unified_diff(before.splitlines(), now.splitlines(), "recorded", "now", lineterm="", n=3))
     assert not found, "the planner chooses otherwise; if that is meant, see above:\n" + "\n".join(found[:80])
+
+
+EXTREMES = [
+    [Row(operation, {knob: value for knob in KNOBS[operation]}) for operation in KNOBS] for value in (0, 1, 1024)
+]
+"""Rows of knobs as small and as large as files may have them."""
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_ranks_that_choose_differently_run_the_same_operations(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether rows are pushed, and where they are added, follows from what ranks agree on, never from a rank's GPU or
+    its rows of the table: all launch kernels of the same variants with the same terms, except the grid of blocks that
+    join, which no peer waits for. However small or large knobs are, a grid has a block of each kind that others wait
+    for, and no more blocks than fit."""
+    on_meta(monkeypatch)
+    model = MODELS["256 experts, top 8, 7168"]
+    machines = [Machine(ranks, gpu, model) for gpu in (*GPUS.values(), "NVIDIA B200", "another")]
+    machines += [Machine(ranks, "NVIDIA H100 PCIe", model, *rows) for rows in EXTREMES]
+
+    def launched(machine: Machine, tokens: int) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {}
+        for name, call in machine.calls(tokens):
+            machine.recorder.launched.clear()
+            call()
+            for kernel, _, given in machine.recorder.launched:
+                assert 1 <= given["blocks"] <= SMS, (name, kernel, given["blocks"])
+                if "pushers" in given:
+                    assert 1 <= given["pushers"] < given["blocks"] >= 2
+                if "senders" in given and kernel.send and ranks > 1:
+                    assert given["senders"] >= 1
+                if "senders" in given and kernel.receive:
+                    assert given["first_receiver"] < given["blocks"]
+            found[name] = [
+                (kernel, terms) for kernel, terms, _ in machine.recorder.launched if not getattr(kernel, "joins", False)
+            ]
+        return found
+
+    for tokens in (1, 4096):
+        first, *others = (launched(machine, tokens) for machine in machines)
+        assert all(other == first for other in others)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from ep_ops.backends.cute.ahead import latency_kernels, throughput_kernels
 from ep_ops.backends.cute.backend import CuteBackend
 from ep_ops.backends.cute.outputs import Outputs
 from ep_ops.backends.cute.sm_model import OperationSms, TokenTraffic, default_budget
+from ep_ops.backends.cute.tuning import Tuning
 from ep_ops.records import Route
 
 MX, WIRE = "e4m3/32/mx", "wire:e4m3/32/mx"
@@ -164,13 +165,15 @@ def test_latency_kernel(problem: Problem, stack: int) -> None:
 def test_blocks() -> None:
     """A sum in a format takes half the time on the link, so more blocks are needed, most of them to encode. A budget
     that the user sets remains a limit."""
-    traffic = TokenTraffic.of(LARGE.experts_per_rank, LARGE.top_k, LARGE.row_bytes, 4)
+    traffic = TokenTraffic.of(LARGE, 4)
     kernel = Combine(LARGE, True, False, False, False, False, MX)
     quantized = traffic.in_format(kernel.sum_bytes)
     assert kernel.sum_bytes == 4 * 64 + 7168 and traffic.in_format(0) is traffic
     plain, more = traffic.combine_sms(SMS), quantized.combine_sms(SMS)
     assert plain < more == SMS // 2
-    assert quantized.pushers(110, 64) > traffic.pushers(110, 64)
-    for budget, want in ((Budget(20, 30), 30), (default_budget(traffic, SMS, 100, None, None), 110)):
-        pushing = OperationSms(LARGE, budget, traffic, SMS).pushing(quantized, 64, True)
-        assert (pushing["blocks"], pushing["pushers"]) == (want, quantized.pushers(want, 64))
+    tuning = Tuning("", LARGE.world_size)
+    knobs = tuning.knobs("combine")
+    assert quantized.pushers(110, knobs) > traffic.pushers(110, knobs)
+    for budget, want in ((Budget(20, 30), 30), (default_budget(traffic, tuning, SMS, 100, None, None), 110)):
+        pushing = OperationSms(LARGE, budget, traffic, tuning, SMS).pushing(quantized, 64, True)
+        assert (pushing["blocks"], pushing["pushers"]) == (want, quantized.pushers(want, knobs))

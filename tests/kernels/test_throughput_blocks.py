@@ -18,7 +18,7 @@ from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.budget import Budget
-from ep_ops.backends.cute import sm_model
+from ep_ops.backends.cute import residency
 from ep_ops.backends.cute.throughput import ThroughputPath, pushes
 from ep_ops.records import Route
 
@@ -70,7 +70,7 @@ def test_beside_computation(monkeypatch: pytest.MonkeyPatch) -> None:
             path.dispatch_backward(recv_x, recv_weights, route)
             path.along("combine_backward", x, None, route, Delivery())
         publish, pull, add, add_back, publish_back, pull_back = (given for _, _, given in recorder.launched)
-        staging = 1 + min(sm_model.STAGING_BLOCKS, dispatch)
+        staging = 1 + min(residency.STAGING_BLOCKS, dispatch)
         assert publish["blocks"] == PROBLEM.tiles + staging and publish_back["blocks"] == staging
         assert pull["blocks"] == pull["dealt"] == pull_back["blocks"] == dispatch
         assert pull["joining"] == pull_back["joining"] == 0
@@ -79,7 +79,7 @@ def test_beside_computation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("aside", [False, True])
 def test_blocks_that_push(aside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Token-major rows without a format are pushed by PUSHING_BLOCKS blocks. No other rows are pushed."""
+    """Token-major rows without a format are pushed by as many blocks as the table says. No other rows are pushed."""
     budget = Budget(20, 30, 22, 24)
     path, recorder = throughput(budget, monkeypatch)
     if aside:
@@ -95,8 +95,9 @@ def test_blocks_that_push(aside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         publish = [(kernel, given) for kernel, _, given in recorder.launched if isinstance(kernel, Publish)]
         return [(kernel.pushes, given["blocks"]) for kernel, given in publish]
 
+    pushing = 12
     new, known, backward = published("token_major")
-    assert new == (True, PROBLEM.tiles + sm_model.PUSHING_BLOCKS) and known == (True, sm_model.PUSHING_BLOCKS)
+    assert new == (True, PROBLEM.tiles + pushing) and known == (True, pushing)
     assert not backward[0] and not any(pushed for pushed, _ in published("grouped"))
     narrow = dataclasses.replace(PROBLEM, top_k=PROBLEM.world_size - 1)  # staging has no room
     assert not any(pushes(problem, "", True) for problem in (narrow, across(Nvlink())))
@@ -108,13 +109,13 @@ def test_blocks_across_domains(monkeypatch: pytest.MonkeyPatch) -> None:
     are."""
     problem = across(Nvlink())
     x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
-    least = sm_model.needed(problem)
-    assert least == sm_model.needed(dataclasses.replace(problem, domains=())) + 2
+    least = residency.needed(problem)
+    assert least == residency.needed(dataclasses.replace(problem, domains=())) + 2
     for blocks, pulling in ((least, 1), (least, 3), (132, 20)):
         path, recorder = throughput(Budget(pulling, 4), monkeypatch, problem, blocks)
         path.dispatch(x, None, idx, Sizes(48, 16, 0, 100), Delivery())
         (publish, *_) = (given["blocks"] for _, _, given in recorder.launched)
-        assert publish == max(problem.tiles + 4, blocks - sm_model.MARGIN - pulling)
+        assert publish == max(problem.tiles + 4, blocks - residency.MARGIN - pulling)
         path.plan(idx, Sizes(48, 16, 0, 100))
         assert recorder.launched[-1][2]["blocks"] == problem.tiles
 
@@ -130,15 +131,15 @@ def test_the_fewest_multiprocessors(problem: Problem, monkeypatch: pytest.Monkey
         path.dispatch(x, None, idx, Sizes(48, 16, 0, 100), Delivery())
         return recorder.launched[0][2]["blocks"]
 
-    least = sm_model.needed(problem)
-    assert publish(1, least) == problem.tiles + sm_model.row_blocks(problem) == least - 1 - sm_model.MARGIN
-    assert sm_model.too_small(problem, least) is None
-    assert f"needs {least} with these sizes" in str(sm_model.too_small(problem, least - 1))
-    most = sm_model.most_pulling(problem, 132)
-    assert publish(most, 132) == problem.tiles + sm_model.STAGING_BLOCKS
+    least = residency.needed(problem)
+    assert publish(1, least) == problem.tiles + residency.row_blocks(problem) == least - 1 - residency.MARGIN
+    assert residency.too_small(problem, least) is None
+    assert f"needs {least} with these sizes" in str(residency.too_small(problem, least - 1))
+    most = residency.most_pulling(problem, 132)
+    assert publish(most, 132) == problem.tiles + residency.STAGING_BLOCKS
 
 
 def test_the_number_that_the_documentation_names() -> None:
     """docs/progress.md: 21, of the most tiles in one domain."""
     problem = dataclasses.replace(PROBLEM, max_tokens=1 << 16)
-    assert (problem.tiles, sm_model.needed(problem)) == (16, 21)
+    assert (problem.tiles, residency.needed(problem)) == (16, 21)

@@ -30,6 +30,7 @@ from .latency import PARTS, LatencyPath, takes_sums
 from .outputs import Outputs
 from .sm_model import TokenTraffic
 from .throughput import ThroughputPath
+from .tuning import Tuning
 
 NOTED = torch.device("meta")
 """Tensors of noted calls have no memory."""
@@ -42,6 +43,7 @@ class NotingLauncher:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.multiprocessors, self.device = problem, SMS, NOTED
+        self.tuning = Tuning("", problem.world_size)
         self.state = CallState()
         self.found: dict[Any, None] = {}
 
@@ -60,7 +62,7 @@ def throughput_kernels(problem: Problem, spec: DispatchSpec = PLAIN) -> list[Any
     launcher: Any = NotingLauncher(problem)
     # Few SMs for a dispatch, and more for a rank with more rows: every grid that may join another one is planned.
     budget = Budget(2, 4, most_dispatch=2, beyond=SMS // 2 if problem.world_size > 1 else 0)
-    traffic = TokenTraffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes, 1, bool(problem.domains))
+    traffic = TokenTraffic.of(problem, 1)
     path = ThroughputPath(launcher, Outputs(problem, problem.local_experts, NOTED), budget, traffic)
     for a in _calls(problem, spec):
         named: Any = spec_of(a)

@@ -62,10 +62,12 @@ from .call_state import CallState, Stage
 from .failures import Failures, pack_reason
 from .launcher import Launcher
 from .outputs import Outputs
+from .residency import most_pulling
 from .sizing import across, heap_of, problem_of, rows_bytes, token_bound
-from .sm_model import TokenTraffic, default_budget, has_fast_memory, most_pulling
+from .sm_model import TokenTraffic, default_budget
 from .streams import Flights, Given
 from .throughput import ThroughputPath
+from .tuning import Row, Tuning, rows_given
 
 NO_CAPACITY_LIMIT = 2**31 - 2**16
 """Capacity that an exact dispatch publishes. Aligned rows (up to 1024) still fit below 2**31."""
@@ -120,13 +122,15 @@ class CuteBackend:
         place = problem, self.memory, member.multiprocessors
         rest = member.rank, failures.report.address, int(config.timeout * 1e9)
         self._state = CallState()
-        self._launcher = Launcher(*place, rest, state=self._state)
-        self._side_launcher = Launcher(*place, rest, self._flights.side.raw, self._state)
-        sms = self._launcher.multiprocessors
-        slices = Slices(problem.row_bytes, problem.dtype).slices
-        of = problem.experts_per_rank, problem.top_k, problem.row_bytes, slices
-        traffic = TokenTraffic.of(*of, self._across, has_fast_memory(member.device))
-        self.budget = default_budget(traffic, sms, most_pulling(problem, sms), config.dispatch_sms, config.combine_sms)
+        name = torch.cuda.get_device_properties(member.device).name
+        self.tuning = tuning = Tuning(name, config.world_size, rows_given())
+        self._launcher = Launcher(*place, rest, None, self._state, tuning)
+        self._side_launcher = Launcher(*place, rest, self._flights.side.raw, self._state, tuning)
+        traffic = TokenTraffic.of(problem, Slices(problem.row_bytes, problem.dtype).slices)
+        sms = member.multiprocessors
+        limits = sms, most_pulling(problem, sms), config.dispatch_sms, config.combine_sms
+        self._default_budget = functools.partial(default_budget, traffic, tuning, *limits)
+        self.budget = self._default_budget()
         outputs = Outputs(problem, member.num_local_experts, member.device)
         self._latency_tokens = token_bound(config, problem) or -1  # a call's bound may be 0
         self.latency = latency.LatencyPath(self._launcher, outputs, max(0, self._latency_tokens))
@@ -381,6 +385,12 @@ class CuteBackend:
             return torch.empty(0, config.hidden_size, dtype=config.dtype, device=self._device)
         rows = self._rows.local.view(config.dtype).view(-1, config.hidden_size)
         return rows[:num_rows].detach()  # what autograd notes when it is written to ends with this tensor
+
+    def tune(self, *rows: Row) -> None:
+        """Put rows of knobs before all others, in place of those that were put before, for calls that are bound from
+        then on. Only outside of blocks that change the budget."""
+        self.tuning.put(*rows)
+        vars(self.budget).update(vars(self._default_budget()))
 
     def give_up(self, why: str) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):

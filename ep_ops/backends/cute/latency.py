@@ -14,13 +14,10 @@ from cute_kernels.latency.sizes import WARPS
 from meta_kernels.arguments import AnyCombine, AnySizedDispatch
 
 from ...records import DispatchTensors
-from ...specs import CombineSpec, DispatchSpec
+from ...specs import PLAIN, CombineSpec, DispatchSpec
 from .launcher import Launcher
 from .outputs import Outputs, published_slots
-
-SMALL_BATCH_TOKENS = 16
-"""A dispatch of fewer tokens uses more sending blocks: one packet for each block is faster than more receiving blocks.
-"""
+from .tuning import count, text_of
 
 NOTHING: Any = DispatchTensors(*[None] * len(DispatchTensors._fields))  # type: ignore[arg-type]
 """The outputs of a kernel that only sends."""
@@ -49,7 +46,7 @@ class LatencyPath:
     def __init__(self, launcher: Launcher, outputs: Outputs, tokens: int) -> None:
         self.tokens = tokens
         self._kernel, self._outputs, self._state = launcher.get, outputs, launcher.state
-        self._multiprocessors = launcher.multiprocessors
+        self._multiprocessors, self._tuning = launcher.multiprocessors, launcher.tuning
         self._problem = problem = launcher.problem
         self._alone = problem.world_size == 1
         self._far = problem.world_size - problem.domain_ranks
@@ -57,11 +54,16 @@ class LatencyPath:
         self._near_copies = min(problem.top_k, problem.domain_ranks - 1)  # of a token, at most
         self.deal: Deal | None = None  # instead of the choice below; benchmarks set it
 
-    def _dispatch_deal(self, max_tokens: int, send: bool, receive: bool) -> Deal:
+    def _senders(self, operation: str, max_tokens: int, layout: str, format: str) -> int:
+        """Return how many blocks send, by the table: at least one, unless there is nobody to send to."""
+        knobs = self._tuning.knobs(operation, layout, format, max_tokens)
+        return 0 if self._alone else max(1, count(knobs.send, self._multiprocessors))
+
+    def _dispatch_deal(self, max_tokens: int, send: bool, receive: bool, spec: DispatchSpec = PLAIN) -> Deal:
         """Choose the roles of a dispatch's blocks. Few tokens: one packet for each block. Many: any number of senders
         saturates the link, and receivers store a row several times."""
-        sms = self._multiprocessors
-        senders = 0 if self._alone else sms * 3 // 10 if max_tokens < SMALL_BATCH_TOKENS else sms * 2 // 11
+        layout = "token_major" if spec.token_major else "grouped"
+        senders = self._senders("latency dispatch", max_tokens, layout, text_of(spec.format, spec.scales_layout))
         if not receive:  # the other multiprocessors are left to concurrent kernels
             return senders, 0, max(senders, 1)
         return self.deal or self._with_puts(senders, self._far + self._far_rows * max_tokens, send)
@@ -76,11 +78,11 @@ class LatencyPath:
             return sms, 0, sms
         return senders, senders if send else 0, sms
 
-    def _combine_deal(self, max_tokens: int, row_packets: int, send: bool, receive: bool) -> Deal:
-        """Choose the roles of a combine's blocks: half push and half receive if no warp pushes more than one packet;
-        otherwise all do both. `row_packets`: packets of a sum."""
+    def _combine_deal(self, max_tokens: int, row_packets: int, send: bool, receive: bool, format: str = "") -> Deal:
+        """Choose the roles of a combine's blocks: some push and the others receive if no warp pushes more than one
+        packet; otherwise all do both. `row_packets`: packets of a sum."""
         sms = self._multiprocessors
-        senders = 0 if self._alone else sms // 2
+        senders = self._senders("latency combine", max_tokens, "grouped", format)
         if not receive:  # the other multiprocessors are left to concurrent kernels
             return senders, 0, max(senders, 1)
         if max_tokens * self._near_copies * row_packets > senders * WARPS and not self._alone:
@@ -96,7 +98,7 @@ class LatencyPath:
         tokens, max_tokens = a.topk_idx.shape[0], a.max_tokens
         # Where rows only leave, it does not matter how they arrive.
         layout, by_token = (spec.scales_layout, spec.token_major) if part[1] else ("", False)
-        senders, first_receiver, blocks = self._dispatch_deal(max_tokens, *part)
+        senders, first_receiver, blocks = self._dispatch_deal(max_tokens, *part, spec)
         send, receive = part
         bind = self._kernel(
             LatencyDispatch, tokens=self.tokens, weights=spec.weighted, send=send, receive=receive,
@@ -131,7 +133,7 @@ class LatencyPath:
         complete when its kernel ends, because the kernel has seen every sum that the route expects."""
         tokens, max_tokens, format = a.topk_idx.shape[0], a.max_tokens, spec.sent_as
         row_packets = LatencyCombine(self._problem, self.tokens, spec.weighted, format=format).row_packets
-        senders, first_receiver, blocks = self._combine_deal(max_tokens, row_packets, *part)
+        senders, first_receiver, blocks = self._combine_deal(max_tokens, row_packets, *part, spec.format)
         send, receive = part
         launch = self._kernel(
             LatencyCombine, tokens=self.tokens, weighted=spec.weighted, send=send, receive=receive, format=format

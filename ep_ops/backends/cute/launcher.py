@@ -15,6 +15,7 @@ from cute_kernels.launch import Kernel, RankArgs, names
 
 from ...symmetric import SymmetricBuffer, nvshmem
 from .call_state import CallState
+from .tuning import Tuning
 
 Launch = Callable[..., None]
 """Launches a kernel on tensors, passed in the order of `kernel.Args`, which is fastest, or by name. None or left out if
@@ -28,12 +29,13 @@ class Launcher:
 
     def __init__(
         self, problem: Problem, heap: SymmetricBuffer, multiprocessors: int, rest: tuple[int, int, int],
-        stream: Callable[[int], int] | None = None, state: CallState | None = None,
+        stream: Callable[[int], int] | None = None, state: CallState | None = None, tuning: Tuning | None = None,
     ) -> None:  # fmt: skip
         """Create the launcher of a rank. `heap`: its address; `rest`: rank, address of the report, deadline of waits in
         ns. `stream`: function from device index to the stream; None: the current stream. `state`: progress of the
-        communicator's calls."""
+        communicator's calls. `tuning`: knobs of its calls; None: those of any GPU."""
         self.state = state or CallState()
+        self.tuning = tuning or Tuning("", problem.world_size)
         self.problem, self.device = problem, heap.local.device
         device = self.device
         properties = torch.cuda.get_device_properties(device)

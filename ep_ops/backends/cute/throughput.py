@@ -94,7 +94,9 @@ class ThroughputPath:
         """
         self._kernel, self._side, self._state = launcher.get, side, launcher.state
         self._problem, self._outputs = launcher.problem, outputs
-        self.sms = OperationSms(launcher.problem, budget, traffic, launcher.multiprocessors, side is not None)
+        self.sms = OperationSms(
+            launcher.problem, budget, traffic, launcher.tuning, launcher.multiprocessors, side is not None
+        )
 
     def _by_budget(self, make: Callable[[], Any]) -> Callable[[], Any]:
         """Return a function that returns the launches of the current budget, each made once."""
@@ -216,7 +218,7 @@ class ThroughputPath:
         """Return the launches of publish and pull for dispatches that differ only in tensors. `published`: what the
         publish kernel gets as `slots`."""
         traffic = self.sms.traffic_of(capacity, tokens, spec.token_major)
-        pulling = self.sms.pulling(traffic, spec)
+        pulling = self.sms.pulling(traffic, spec, tokens)
         beyond = max(0, self.sms.beyond - pulling) if pulling > 1 else 0
         # A grid that may join has one block in any case.
         dealt, joining = (pulling - 1, 1 + beyond) if beyond else (pulling, 0)
@@ -226,7 +228,7 @@ class ThroughputPath:
         variant = self._publish_variant(spec, route=True, pushes=pushed)
         publish = self._kernel(publisher(spec.token_major, False, spec.weighted), **variant)(
             terms, tokens=tokens, capacity=capacity, slots=published,
-            blocks=self.sms.publishing(pulling, **variant), **sizes_of,
+            blocks=self.sms.publishing(pulling, tokens, **variant), **sizes_of,
         )  # fmt: skip
         pulls: list[Launch] = [
             self._kernel(
@@ -272,7 +274,7 @@ class ThroughputPath:
         """Dispatch along a known route into `received`."""
         weighted, token_major = spec.weighted, spec.token_major
         traffic = self.sms.traffic_of(route.num_rows, x.shape[0], token_major)
-        pulling = self.sms.pulling(traffic, spec)
+        pulling = self.sms.pulling(traffic, spec, x.shape[0])
         recv_x, recv_scales, recv_weights = received
         joining = max(0, self.sms.beyond - pulling)
         whole = self.rounds(route.max_tokens) == 1
@@ -343,7 +345,7 @@ class ThroughputPath:
         for first in range(0, max(most, 1), each):
             max_tokens = min(each, most - first)
             here = min(max(tokens - first, 0), each)
-            pushing = self.sms.pushing(traffic, here, True)
+            pushing = self.sms.pushing(traffic, here, True, spec.format)
             rounds.append(bind(terms, tokens=here, max_tokens=max_tokens, num_rows=num_rows, **pushing))
         return rounds
 
@@ -426,7 +428,7 @@ class ThroughputPath:
         launch = self._kernel(publisher(route.layout == TOKEN_MAJOR, True, weighted), **variant)(
             terms, tokens=route.topk_idx.shape[0], max_tokens=route.max_tokens,
             capacity=route.num_rows if cleared else 0, num_rows=route.num_rows, alignment=1, slots=0,
-            blocks=self.sms.publishing(pulling, **variant),
+            blocks=self.sms.publishing(pulling, route.topk_idx.shape[0], **variant),
         )  # fmt: skip
         return functools.partial(
             launch, x=x, scales=scales, topk_idx=route.topk_idx, topk_weights=topk_weights,
