@@ -1,5 +1,10 @@
 """The end of a communicator, over the store of its group: a barrier, in which a dead rank is absent and causes no hang,
-and the reason of a rank that leaves without it."""
+and the reason of a rank that leaves without it.
+
+The last rank that ends deletes the communicator's keys. If a rank has died, or never calls ``destroy``, the keys of the
+others stay: nobody can tell it from a late rank, which learns from them that the others have left, and at once.
+They are at most 3 for each rank and 3 more, with values of a few bytes and two texts of at most ``TEXT_BYTES``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import patience
-from .exchange import Exchange
+from .exchange import TEXT_BYTES, Exchange
 
 logger = logging.getLogger("ep_ops")
 
@@ -36,8 +41,13 @@ def leave(group: Any, number: int, rank: int, why: str) -> None:
         store = store_of(group, number)
         store.set(_left(rank), "")
         if why:
-            store.compare_set("gone", "", why)
+            store.compare_set("gone", "", short(why))
         _end(store, group)
+
+
+def short(why: str) -> str:
+    """Return the beginning of a text, which the store may keep."""
+    return why.encode()[:TEXT_BYTES].decode(errors="ignore")
 
 
 def end(group: Any, number: int) -> None:

@@ -7,17 +7,15 @@ store by that number. Members with different numbers wait for each other forever
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _unregister_process_group
-
-from ..group.leaving import store_of
 
 _names: Iterator[Any] = (f"ep_ops rendezvous {number}" for number in itertools.count())
 
@@ -29,6 +27,7 @@ class FromZero(dist.Store):
         super().__init__()
         self._store = store
         self._first: dict[str, int] = {}
+        self._written: list[str] = []
 
     def _key(self, key: str) -> str:
         parts = key.rsplit("/", 2)
@@ -38,7 +37,9 @@ class FromZero(dist.Store):
         return f"{kind}/{number - self._first.setdefault(kind, number)}/{rank}"
 
     def set(self, key: str, value: Any) -> None:
-        self._store.set(self._key(key), value)
+        key = self._key(key)
+        self._written.append(key)
+        self._store.set(key, value)
 
     def get(self, key: str) -> Any:
         return self._store.get(self._key(key))
@@ -46,8 +47,14 @@ class FromZero(dist.Store):
     def wait(self, keys: list[str], *timeout: Any) -> None:
         self._store.wait([self._key(key) for key in keys], *timeout)
 
+    def forget(self) -> None:
+        """Delete the keys that this rank has written. Call it when no rank reads them any more."""
+        with contextlib.suppress(RuntimeError):  # a store that cannot delete keeps a few hundred bytes for each rank
+            while self._written:
+                self._store.delete_key(self._written.pop())
 
-@contextmanager
+
+@contextlib.contextmanager
 def registered(store: dist.Store, rank: int, world_size: int) -> Iterator[Any]:
     """Yield the name of a process group that consists of a store. C++ calls the store's methods, so it must stay
     alive."""
@@ -60,9 +67,8 @@ def registered(store: dist.Store, rank: int, world_size: int) -> Iterator[Any]:
         del group
 
 
-def meet(memory: torch.Tensor, group: dist.ProcessGroup, token: int) -> Any:
-    """Return torch's handle of ``memory``, which every rank has allocated with torch. Collective over ``group``.
-    ``token``: a number that is equal on all ranks and different in each call."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    with registered(FromZero(store_of(group, token)), rank, world_size) as name:
+def meet(memory: torch.Tensor, group: dist.ProcessGroup, store: FromZero) -> Any:
+    """Return torch's handle of ``memory``, which every rank has allocated with torch. Collective over ``group``. The
+    ranks exchange addresses through ``store``."""
+    with registered(store, dist.get_rank(group), dist.get_world_size(group)) as name:
         return symm_mem.rendezvous(memory, name)

@@ -9,8 +9,9 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 
 from ..group.exchange import Exchange
+from ..group.leaving import store_of
 from .buffer import SymmetricBuffer
-from .rendezvous import meet
+from .rendezvous import FromZero, meet
 
 
 def allocate(nbytes: int, group: Any, device: torch.device) -> SymmetricBuffer:
@@ -29,12 +30,14 @@ def allocate(nbytes: int, group: Any, device: torch.device) -> SymmetricBuffer:
             error = caught
         exchange.raise_together(f"allocating {nbytes} bytes of symmetric memory", error)  # before the rendezvous
         assert memory is not None
-        handle = meet(memory, group, gathered[0][1])
+        store = FromZero(store_of(group, gathered[0][1]))  # of this allocation alone
+        handle = meet(memory, group, store)
         memory.zero_()
         torch.cuda.synchronize(device)
     bases = [int(base) for base in handle.buffer_ptrs]
     offset = memory.data_ptr() - bases[exchange.rank]  # the allocator may place the tensor inside its block
     exchange.barrier()  # no rank writes before all have zeroed
+    store.forget()
 
     held = [memory, handle]
     return SymmetricBuffer(memory, tuple(base + offset for base in bases), held.clear)

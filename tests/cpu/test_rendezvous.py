@@ -32,6 +32,7 @@ class Exchange:
 def test_unequal_pasts(met):
     shared = dist.HashStore()
     found: dict[int, list[list[bytes]]] = {}
+    all_met = threading.Barrier(2)
 
     def run(rank: int) -> None:
         exchange = Exchange(met[rank])
@@ -39,12 +40,15 @@ def test_unequal_pasts(met):
         from_zero = FromZero(dist.PrefixStore("ep_ops", shared))
         store = dist.PrefixStore("group", from_zero)
         found[rank] = [exchange.all_gather(store, rank, 2) for _ in range(3)]
+        all_met.wait(20)
+        from_zero.forget()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
+    assert shared.num_keys() == 0
     assert found == {rank: [[bytes([0, 0, 255]), bytes([1, 0, 255])]] * 3 for rank in range(2)}
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import time
 import weakref
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ep_ops
+from ep_ops.group.exchange import TEXT_BYTES
+from ep_ops.group.leaving import store_of
 from ep_ops.moe import MoECommunicator, MoECommunicatorConfig
 from ep_ops.nn import DenseMoE, MoELayer
 
@@ -220,6 +223,43 @@ def keys_after_destroy() -> list[int]:
     return counts
 
 
+def keys_without_destroy() -> tuple[int, int, int]:
+    """Rank 0 destroys a communicator alone, after a long text; return keys before, then, and when all have done so."""
+    store = dist.distributed_c10d._get_default_store()
+    rank, counts = dist.get_rank(), []
+
+    def count() -> None:
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+
+    groups = [dist.new_group() for _ in range(2)]  # a communicator that fails closes the connections of its group
+    count()
+    comm = ep_ops.Communicator(groups[0], **SIZES, timeout=0.5)
+    of_it = store_of(comm.group, comm.number)
+    dist.barrier()
+    if rank == 0:
+        x, idx = torch.zeros(2, SIZES["hidden_size"]), torch.tensor([[0, 1]] * 2)
+        with pytest.raises(RuntimeError, match="waited 0.5 s for rank 1"):
+            comm.dispatch(x, idx)
+        comm.destroy()
+        assert len(of_it.get("failed")) <= TEXT_BYTES
+    count()
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="waited 0.5 s for rank 1"):
+            comm.destroy()
+    count()
+    with contextlib.suppress(KeyError), ep_ops.Communicator(groups[1], **SIZES) as comm:
+        of_it = store_of(comm.group, comm.number)
+        if rank == 0:
+            raise KeyError("x" * 10**6)
+        while not of_it.check(["gone"]):
+            time.sleep(0.01)
+        assert len(of_it.get("gone")) <= TEXT_BYTES
+    count()
+    return tuple(counts)
+
+
 def a_group_that_is_wrong_on_rank_0() -> str:
     """Create a communicator over a group with a timeout of 1 s."""
     right = dist.new_group(timeout=timedelta(seconds=1))
@@ -257,6 +297,13 @@ def test_what_pages_say_of_fsdp2_and_of_sums_in_float16() -> None:
 def test_communicators_leave_no_keys_in_the_store() -> None:
     for counts in run_ranks(2, keys_after_destroy):
         assert len(set(counts)) == 1, counts
+
+
+def test_keys_of_a_communicator_that_a_rank_does_not_destroy() -> None:
+    """They stay for that rank, few and small, until it ends the communicator too."""
+    for before, alone, *after in run_ranks(2, keys_without_destroy):
+        assert before < alone <= before + 3 * 2 + 3
+        assert after == [before] * 2
 
 
 def unequal_pasts() -> tuple[bool, list[str]]:

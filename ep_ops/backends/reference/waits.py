@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...config import Member, patience
 from ...group.exchange import Exchange
-from ...group.leaving import gone, has_left, store_of
+from ...group.leaving import gone, has_left, short, store_of
 from .. import failure_text
 
 MOMENT = 1.0
@@ -161,6 +161,7 @@ class Waits:
 
     def _fail(self, why: str) -> None:
         """Fail with a cause, or with that of a rank that was first."""
+        why = short(why)
         first = self._ask("compare_set", "failed", "", why)
         if first is not None and (cause := first.decode()) != why:
             why = failure_text.stopped(self._doing(), cause)
