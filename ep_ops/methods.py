@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -108,7 +108,7 @@ class Methods:
         return worst_case_rows(self.world_size, tokens, self.top_k, self.num_local_experts, align)
 
     def plan(
-        self, topk_idx: Tensor, *, layout: str = GROUPED, capacity: int | None = None, slots: int = 0,
+        self, topk_idx: Tensor, *surplus: Never, layout: str = GROUPED, capacity: int | None = None, slots: int = 0,
         max_tokens: int | None = None, alignment: int | None = None, **unknown: Never,
     ) -> tuple[Route, Tensor]:  # fmt: skip
         """Compute the route for ``topk_idx`` without sending rows.
@@ -125,8 +125,8 @@ class Methods:
         Raises:
             TypeError, ValueError, RuntimeError: as for :meth:`dispatch`.
         """
-        if self.destroyed or unknown:
-            self._reject("plan", unknown, 0, max_tokens)
+        if self.destroyed or surplus or unknown:
+            self._reject("plan", surplus, unknown, 0, max_tokens)
         try:
             rows, align, slots, tokens, layout = self._sizes(layout, capacity, slots, max_tokens, alignment)
             topk_idx, batch = inputs.to_plan(self, topk_idx)
@@ -145,7 +145,7 @@ class Methods:
         return Route(*along, align, rows, tokens, batch, slots, layout, dropped, local_idx), dropped
 
     def dispatch(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None, *, layout: str = GROUPED,
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None, *surplus: Never, layout: str = GROUPED,
         capacity: int | None = None, slots: int = 0, exact: bool = False, max_tokens: int | None = None,
         alignment: int | None = None, scales: Tensor | None = None, format: str = "", scales_as: str = "",
         zeros: bool | None = None, **unknown: Never,
@@ -188,8 +188,8 @@ class Methods:
                 not a multiple of 16 bytes. The other ranks raise ValueError with the same reason.
             RuntimeError: a peer did not arrive within ``timeout`` seconds, or called a different operator.
         """
-        if self.destroyed or unknown:
-            self._reject("dispatch_dynamic" if exact is True else "dispatch", unknown, 0, max_tokens)
+        if self.destroyed or surplus or unknown:
+            self._reject("dispatch_dynamic" if exact is True else "dispatch", surplus, unknown, 0, max_tokens)
         try:
             rows, align, slots, tokens, layout = self._sizes(layout, capacity, slots, max_tokens, alignment, exact)
         except Exception as error:
@@ -214,8 +214,9 @@ class Methods:
         return self._dispatched(out, dynamic, out[0].shape[0], 0, batch)
 
     def dispatch_planned(
-        self, x: Tensor, route: Route, topk_weights: Tensor | None = None, *, scales: Tensor | None = None,
-        format: str = "", scales_as: str = "", zeros: bool | None = None, **unknown: Never,
+        self, x: Tensor, route: Route, topk_weights: Tensor | None = None, *surplus: Never,
+        scales: Tensor | None = None, format: str = "", scales_as: str = "", zeros: bool | None = None,
+        **unknown: Never,
     ) -> Dispatched:  # fmt: skip
         """Send ``x`` along an existing route, and return the received rows in the order of that route.
 
@@ -233,8 +234,8 @@ class Methods:
         Raises:
             TypeError, ValueError, RuntimeError: as for :meth:`dispatch`.
         """
-        if self.destroyed or unknown:
-            self._reject("dispatch_planned", unknown, 0, getattr(route, "max_tokens", None))
+        if self.destroyed or surplus or unknown:
+            self._reject("dispatch_planned", surplus, unknown, 0, getattr(route, "max_tokens", None))
         try:
             check_types(Route, route=route)
             x, topk_weights, route = inputs.to_send_along(self, x, topk_weights, route)
@@ -255,7 +256,7 @@ class Methods:
         return Dispatched(rows, weights, route, dropped, received, route.local_idx)
 
     def combine(
-        self, y: Tensor, route: Route, weights: Tensor | None = None, *, residual: Tensor | None = None,
+        self, y: Tensor, route: Route, weights: Tensor | None = None, *surplus: Never, residual: Tensor | None = None,
         format: str = "", grad_format: str = "", **unknown: Never,
     ) -> Tensor:  # fmt: skip
         """Return the rows ``y`` to the ranks of their tokens and compute the weighted sum of the rows of each token.
@@ -283,8 +284,8 @@ class Methods:
         Raises:
             TypeError, ValueError, RuntimeError: as for :meth:`dispatch`.
         """
-        if self.destroyed or unknown:
-            self._reject("combine", unknown, 0, getattr(route, "max_tokens", None))
+        if self.destroyed or surplus or unknown:
+            self._reject("combine", surplus, unknown, 0, getattr(route, "max_tokens", None))
         if not isinstance(route, Route):
             reject("combine", self, wrong_type("route", route, Route), 0, None)
         topk_idx, send_rows, arrivals, offs, counts, align, _, tokens, batch, _, layout, _, _ = route
@@ -306,7 +307,7 @@ class Methods:
             out = COMBINE.call(a)
         return out if batch is None else _home(out, route)
 
-    def combine_gathered(self, y: Tensor, route: Route, **unknown: Never) -> Tensor:
+    def combine_gathered(self, y: Tensor, route: Route, *surplus: Never, **unknown: Never) -> Tensor:
         """Combine without weights: each rank reads the rows of its tokens from symmetric memory (:meth:`empty_rows`).
 
         Collective and differentiable. Returns the same bits as :meth:`combine`. The operation ends when all ranks have
@@ -328,8 +329,8 @@ class Methods:
         Raises:
             ValueError: there are more rows than ``symmetric_rows``. Other errors as for :meth:`dispatch`.
         """
-        if self.destroyed or unknown:
-            self._reject("combine_gathered", unknown, 0, getattr(route, "max_tokens", None))
+        if self.destroyed or surplus or unknown:
+            self._reject("combine_gathered", surplus, unknown, 0, getattr(route, "max_tokens", None))
         if not isinstance(route, Route):
             reject("combine_gathered", self, wrong_type("route", route, Route), 0, None)
         a = CombineGatheredArgs(
@@ -339,7 +340,7 @@ class Methods:
         return _home(COMBINE_GATHERED.call(a), route)
 
     def dispatch_start(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None, *, layout: str = GROUPED,
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None, *surplus: Never, layout: str = GROUPED,
         capacity: int | None = None, slots: int = 0, max_tokens: int | None = None, alignment: int | None = None,
         scales: Tensor | None = None, format: str = "", scales_as: str = "", zeros: bool | None = None, flight: int = 0,
         **unknown: Never,
@@ -361,8 +362,8 @@ class Methods:
         Raises:
             RuntimeError: the flight is in use. Other errors as for :meth:`dispatch`.
         """
-        if self.destroyed or unknown:
-            self._reject("dispatch_start", unknown, flight, max_tokens)
+        if self.destroyed or surplus or unknown:
+            self._reject("dispatch_start", surplus, unknown, flight, max_tokens)
         try:
             rows, align, slots, tokens, layout = self._sizes(layout, capacity, slots, max_tokens, alignment)
         except Exception as error:
@@ -397,8 +398,8 @@ class Methods:
         return self._dispatched(out, a, a.capacity, a.slots, started.batch)
 
     def combine_start(
-        self, y: Tensor, route: Route, weights: Tensor | None = None, *, format: str = "", flight: int = 0,
-        **unknown: Never,
+        self, y: Tensor, route: Route, weights: Tensor | None = None, *surplus: Never, format: str = "",
+        flight: int = 0, **unknown: Never,
     ) -> StartedCombine:  # fmt: skip
         """Start :meth:`combine`, which then runs concurrently with the current stream until :meth:`combine_wait`.
 
@@ -414,8 +415,8 @@ class Methods:
         Raises:
             RuntimeError: the flight is in use. Other errors as for :meth:`combine`.
         """
-        if self.destroyed or unknown:
-            self._reject("combine_start", unknown, flight, getattr(route, "max_tokens", None))
+        if self.destroyed or surplus or unknown:
+            self._reject("combine_start", surplus, unknown, flight, getattr(route, "max_tokens", None))
         try:
             y, weights = self._rows(y, weights, route)
         except Exception as error:
@@ -448,15 +449,21 @@ class Methods:
 
     # ------------------------------------------------------------------ arguments
 
-    def _reject(self, operator: str, unknown: Iterable[str], flight: Any, max_tokens: Any) -> NoReturn:
-        """Raise RuntimeError if the communicator was destroyed; otherwise reject unknown arguments on all ranks."""
+    def _reject(
+        self, operator: str, surplus: Sequence[Any], unknown: Collection[str], flight: Any, max_tokens: Any
+    ) -> NoReturn:
+        """Raise RuntimeError if the communicator was destroyed; otherwise reject on all ranks the arguments that a
+        method does not have."""
         if self.destroyed:
             registry.reject(self.name)
         method = operator.removesuffix("_dynamic")
-        known = inspect.signature(getattr(Methods, method)).parameters
-        allowed = ", ".join(name for name in known if name not in ("self", "unknown"))
-        error = TypeError(f"{method} got unknown arguments {', '.join(unknown)}; allowed: {allowed}")
-        reject(operator, self, error, flight, max_tokens)
+        known = list(inspect.signature(getattr(Methods, method)).parameters)[1:-1]
+        positional, named = known[: (at := known.index("surplus"))], known[at + 1 :]
+        problem = f"unknown arguments {', '.join(unknown)}; allowed: {', '.join(positional + named)}"
+        if not unknown:
+            problem = f"{at + len(surplus)} positional arguments; allowed: {at}, {', '.join(positional)}"
+            problem += f" (pass others by name: {', '.join(named)})" if named else ""
+        reject(operator, self, TypeError(f"{method} got {problem}"), flight, max_tokens)
 
     def _sizes(
         self, layout: str, capacity: int | None, slots: int, max_tokens: int | None, alignment: int | None,

@@ -300,7 +300,7 @@ def test_communicators_leave_no_keys_in_the_store() -> None:
 
 
 def test_keys_of_a_communicator_that_a_rank_does_not_destroy() -> None:
-    """They stay for that rank, few and small, until it ends the communicator too."""
+    """The keys stay for a late rank, few and small, until it ends the communicator too."""
     for before, alone, *after in run_ranks(2, keys_without_destroy):
         assert before < alone <= before + 3 * 2 + 3
         assert after == [before] * 2

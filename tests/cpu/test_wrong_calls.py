@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from cases import fresh_seed
 from ranks import run_ranks
-from wrong_calls import EXPERTS, MODES, MOST, ROUTE_TENSORS, Calls, H, K, run_calls
+from wrong_calls import EXPERTS, METHODS, MODES, MOST, ROUTE_TENSORS, SURPLUS, Calls, H, K, run_calls
 
 import ep_ops
 from ep_ops.moe import MoECommunicator, MoECommunicatorConfig
@@ -37,6 +37,30 @@ def test_2000_wrong_arguments() -> None:
 def check(count: int, mode: str) -> None:
     found = run_ranks(2, run_calls, fresh_seed(), count, mode, timeout=300)
     assert found == [[], []], "\n".join(sum(found, []))
+
+
+def _not_in_signatures() -> list[str]:
+    """Arguments that a method does not have, on rank 1, of calls with and without gradients."""
+    found = []
+    with ep_ops.Communicator(**SMALL) as comm:
+        for gradients in (False, True):
+            with torch.set_grad_enabled(gradients):
+                calls = Calls(comm, gradients)
+                for method in METHODS:
+                    right = calls.arguments(method)
+                    for name, value in {SURPLUS: ("padded",), "misspelled": 1}.items():
+                        text = ""
+                        try:
+                            calls.run(method, right | {name: value} if comm.rank == 1 else right)
+                        except (TypeError, ValueError) as error:
+                            text = str(error)
+                        found.append("" if f"{method} got" in text and name in text else f"{method}({name}): {text}")
+                        calls.run(method, right)
+    return found
+
+
+def test_arguments_that_methods_do_not_have() -> None:
+    assert run_ranks(2, _not_in_signatures) == [[""] * 28] * 2
 
 
 def _replicas() -> list[str]:

@@ -21,6 +21,8 @@ T, K, H, EXPERTS, MOST = 4, 2, 32, 6, 8
 Call = Callable[[dict[str, Any]], Any]
 
 SPLIT = ("dispatch_start", "combine_start")
+SURPLUS = "positional"  # arguments behind those that can be given by position
+POSITIONAL = ("x", "topk_idx", "y", "route", "topk_weights", "weights")  # in the order of every method
 ROUTE_TENSORS = ("topk_idx", "send_rows", "arrivals", "offs", "counts")
 
 
@@ -57,7 +59,9 @@ class Calls:
 
     def run(self, method: str, arguments: dict[str, Any]) -> list[torch.Tensor]:
         """Call a method, with the wait of a start, and return its results."""
-        found = getattr(self.comm, method)(**arguments)
+        by_place = [arguments[name] for name in POSITIONAL if name in arguments] if SURPLUS in arguments else []
+        by_name = {name: value for name, value in arguments.items() if not by_place or name not in POSITIONAL}
+        found = getattr(self.comm, method)(*by_place, *by_name.pop(SURPLUS, ()), **by_name)
         if method in SPLIT:
             found = getattr(self.comm, method.replace("start", "wait"))(found)
         return [found] if isinstance(found, torch.Tensor) else [t for t in found if isinstance(t, torch.Tensor)]
@@ -149,6 +153,8 @@ def cases(method: str, calls: Calls) -> Iterator[tuple[str, str, Callable[[], di
             for kind, make in WRONG[name].items():
                 yield name, kind, with_value(name, make)
     yield "misspelled", "unknown", lambda: right | {"misspelled": 1}
+    for kind, surplus in {"one": ("padded",), "two": (None, torch.ones(2))}.items():
+        yield SURPLUS, kind, lambda surplus=surplus: right | {SURPLUS: surplus}
     if "scales" in right:
         yield "scales", "without format", lambda: right | {"scales": torch.ones(T, 1)}
     if "exact" in right:
