@@ -290,6 +290,15 @@ def decode(word: Int32 | Uint32) -> list[Float32]:
     )
 
 
+def as_fp16(words: Sequence[Any]) -> list[list[Uint32]]:
+    """Return words of four e4m3 codes as fp16 numbers: the first two of each word, and the last two of each word."""
+    text = (
+        "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, lo; cvt.rn.f16x2.e4m3x2 {$w1}, hi; }"
+    )
+    pairs = [_get([Uint32, Uint32], text, word) for word in words]
+    return [[pair[i] for pair in pairs] for i in range(2)]
+
+
 def look_then_wait(mbarrier: Any, phase: Any) -> None:
     """Waits until the phase of an mbarrier in shared memory is over. The first try takes no time limit, hence does not
     put the warp to sleep; those behind it may sleep for up to 10 ms, and wake when the phase is over."""
@@ -345,15 +354,11 @@ def ldmatrix(smem_ptr: Any, transposed: bool) -> tuple[Uint32, Uint32, Uint32, U
     return _get([Uint32] * 4, text, Int32(smem_ptr.toint()))
 
 
-_MMA = {"bf16": "m16n8k16.row.col.f32.bf16.bf16", "fp16": "m16n8k16.row.col.f32.f16.f16",
-        "e4m3": "m16n8k32.row.col.f32.e4m3.e4m3"}  # fmt: skip
-
-
 def mma(sums: Sequence[Any], a: Sequence[Any], b: Sequence[Any], dtype: str) -> tuple[Float32, ...]:
-    """By a warp: return sums [16, 8] + a [16, K] b [K, 8] in fp32, in the layouts of mma.m16n8k16. "e4m3": of
-    mma.m16n8k32, in which two codes stand for each 16-bit number."""
+    """By a warp: return sums [16, 8] + a [16, 16] b [16, 8] in fp32, in the layouts of mma.m16n8k16."""
+    form = {"bf16": "bf16", "fp16": "f16"}[dtype]
     text = (
-        f"mma.sync.aligned.{_MMA[dtype]}.f32 "
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{form}.{form}.f32 "
         "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};"
     )
     return _get([Float32] * 4, text, *a, *b, *sums)

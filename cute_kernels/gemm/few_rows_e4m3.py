@@ -5,6 +5,9 @@ with a scale for each 128 x 128 block, as checkpoints have them. `FewRows`, with
 - What `FewRows` counts as numbers of K (`depth`, the depth of a tile) are pairs of codes here: 16 bits.
 - A number of the result is the sum over the blocks of 128 of K, in ascending order, of a block's products (of 32 at a
   time, in ascending order, from zero) times the product of both scales, in fp32.
+- Hopper and Blackwell have no `mma.sync` of codes: `mma.m16n8k32.e4m3` is compiled to a conversion of both operands to
+  fp16 and two products of 16 from zero, of the first and of the last two codes of each word, whose sum is added. The
+  kernel does this itself, with the same bits, so that it converts weights once for all rows instead of once for 8 rows.
 - The first GEMM rounds silu(gate) * up to `dtype`, quantizes it by 128 columns, which a block of threads computes as a
   whole, and stores codes and scales as the second GEMM takes them.
 """
@@ -92,13 +95,14 @@ class FewRowsE4M3(FewRows):
             for k in range_constexpr(4):  # of 32 numbers
                 for half in range_constexpr(2):
                     to = swizzled(warp * 16 + matrix % 2 * 8 + line, block * 8 + k * 2 + matrix // 2, self.pitch)
-                    weights.append(ptx.ldmatrix(stage + half * self.tile.half_bytes + to, False))
+                    weights.append(ptx.as_fp16(ptx.ldmatrix(stage + half * self.tile.half_bytes + to, False)))
             for group in range_constexpr(self.groups):
                 if group * 8 < part.rows:
-                    some = []
+                    numbers = []  # of 32 numbers each
                     for first in range_constexpr(0, 8, 4):
                         at = swizzled(group * 8 + line, block * 8 + first + matrix, self.tile.chunks)
-                        some.extend(ptx.ldmatrix(x + at, False))
+                        words = ptx.ldmatrix(x + at, False)
+                        numbers += [ptx.as_fp16(words[2 * k : 2 * k + 2]) for k in range(2)]
                     of_rows = []
                     for i in range_constexpr(2):
                         row = cutlass.min(group * 8 + lane % 4 * 2 + i, part.rows - 1)
@@ -107,7 +111,10 @@ class FewRowsE4M3(FewRows):
                     for half in range_constexpr(2):
                         sums: tuple[Float32, ...] = (Float32(0.0),) * 4
                         for k in range_constexpr(4):
-                            sums = ptx.mma(sums, weights[2 * k + half], some[2 * k : 2 * k + 2], "e4m3")
+                            products: tuple[Float32, ...] = (Float32(0.0),) * 4
+                            for pair in range_constexpr(2):
+                                products = ptx.mma(products, weights[2 * k + half][pair], numbers[k][pair], "fp16")
+                            sums = tuple(ptx.add_rn(sums[i], products[i]) for i in range(4))
                         for i in range_constexpr(4):
                             scale = ptx.mul_rn(of_weights[half], of_rows[i % 2])
                             to = (half * self.groups + group) * 4 + i

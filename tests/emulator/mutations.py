@@ -304,6 +304,9 @@ MUTATIONS = {
     "gemm of codes, scales of another expert's weights": Mutation(
         "few_rows_e4m3", FEW_ROWS_E4M3, "Int64(part.expert) *", "Int64(part.expert * 0) *"
     ),
+    "gemm of codes, the other pair of each word of rows": Mutation(
+        "few_rows_e4m3", FEW_ROWS_E4M3, "numbers[k][pair]", "numbers[k][1 - pair]"
+    ),
     "gemm of codes, the ring overwritten while it is read": Mutation(
         "few_rows_e4m3_loop", FEW_ROWS_E4M3, "arch.sync_threads()  # nobody reads the ring any more", "pass"
     ),

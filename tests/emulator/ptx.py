@@ -207,6 +207,18 @@ def decode(word: Any) -> list[Any]:
     return [numpy.float32(value) for value in codes.view(torch.float8_e4m3fn).float().tolist()]
 
 
+_FP16 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).half().view(torch.int16).tolist()
+"""The bits of each code as fp16."""
+
+
+def as_fp16(words: Sequence[Any]) -> list[list[Uint32]]:
+    def two(word: Any, at: int) -> Uint32:
+        low, high = (_FP16[int(word) >> at + 8 * i & 0xFF] & 0xFFFF for i in range(2))
+        return Uint32(low | high << 16)
+
+    return [[two(word, at) for word in words] for at in (0, 16)]
+
+
 def ld_u8(addr: Any) -> Int32:
     at = int(addr)
     return Int32(memory().load(at // 4 * 4) >> at % 4 * 8 & 0xFF)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy
-import torch
 
 from . import machine
 from .numbers import Uint32
@@ -85,10 +84,6 @@ def movmatrix(lanes: list[tuple[Any, ...]]) -> list[Any]:
 
 def floats_of(words: Any, dtype: str) -> Any:
     """Return the values of the numbers in words [...], in fp64."""
-    if dtype == "e4m3":
-        whole = numpy.array([[int(word) for word in row] for row in words], numpy.uint32)
-        codes = torch.from_numpy(whole.view(numpy.uint8).reshape(*whole.shape, 4))
-        return codes.view(torch.float8_e4m3fn).double().numpy()
     halves = halves_of(words)
     if dtype == "fp16":
         return halves.view(numpy.float16).astype(numpy.float64)
@@ -97,21 +92,20 @@ def floats_of(words: Any, dtype: str) -> Any:
 
 @collective
 def mma(lanes: list[tuple[Any, ...]]) -> list[Any]:
-    """m16n8k16, or m16n8k32 of e4m3: a lane has rows lane // 4 and that plus 8 of a, and column lane // 4 of b."""
+    """m16n8k16: a lane has rows lane // 4 and that plus 8 of a, and column lane // 4 of b."""
     dtype = lanes[0][3]
-    each = 4 if dtype == "e4m3" else 2  # numbers in a word
-    a, b, sums = numpy.empty((16, 8 * each)), numpy.empty((8 * each, 8)), numpy.empty((16, 8))
+    a, b, sums = numpy.empty((16, 16)), numpy.empty((16, 8)), numpy.empty((16, 8))
     of_a = floats_of([lane[1] for lane in lanes], dtype)
     of_b = floats_of([lane[2] for lane in lanes], dtype)
     for i in LANES:
-        row, column = i // 4, i % 4 * each
+        row, column = i // 4, i % 4 * 2
         for part in range(4):
-            first = column + part // 2 * 4 * each
-            a[row + part % 2 * 8, first : first + each] = of_a[i, part]
+            first = column + part // 2 * 8
+            a[row + part % 2 * 8, first : first + 2] = of_a[i, part]
             sums[row + part // 2 * 8, i % 4 * 2 + part % 2] = lanes[i][0][part]
         for part in range(2):
-            first = column + part * 4 * each
-            b[first : first + each, row] = of_b[i, part]
+            first = column + part * 8
+            b[first : first + 2, row] = of_b[i, part]
     with numpy.errstate(invalid="ignore", over="ignore"):
         whole = (sums + a @ b).astype(numpy.float32)
     return [tuple(whole[i // 4 + part // 2 * 8, i % 4 * 2 + part % 2] for part in range(4)) for i in LANES]

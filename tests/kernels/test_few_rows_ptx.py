@@ -64,21 +64,25 @@ def of_codes(sizes: str, rows: int) -> list[FewRowsE4M3]:
     ]
 
 
-QUANTIZED = [*of_codes("qwen3-30b", 8), *of_codes("deepseek-v3", 64)]
+QUANTIZED = [*of_codes("qwen3-30b", 8), *of_codes("deepseek-v3", 64), *of_codes("deepseek-v3", 96)]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("kernel", QUANTIZED, ids=str)
 def test_instructions_of_e4m3(kernel: FewRowsE4M3, arch: str) -> None:
-    """Products of codes, copies of 16 bytes, and nothing kept in local memory."""
+    """Weights converted once a stage for all rows, copies of 16 bytes, and nothing kept in local memory."""
     ptx, tile = compiled_ptx(kernel, arch), kernel.tile
     assert_in_registers(kernel, arch)
     made = built(kernel, arch)
     assert made.shared_bytes == tile.stages * tile.stage_bytes <= SHARED
     assert made.registers * tile.columns <= 65536
-    products = 2 * kernel.groups * tile.depth // 16  # of a stage: halves, groups and steps of 32 codes
-    loops = count(ptx, "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32") // products
+    products = 2 * 2 * kernel.groups * tile.depth // 16  # of a stage: halves, groups, pairs and steps of 32 codes
+    loops = count(ptx, "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32") // products
     assert loops >= 1 and count(ptx, "mma.sync") == loops * products
+    # Two conversions for each word of four codes: 4 words of weights for each step of 32 codes and half, and for each
+    # group of rows 2 words a step.
+    converted = 2 * (4 * 2 * 4 + kernel.groups * 4 * 2) * tile.depth // 64
+    assert ptx.count("cvt.rn.f16x2.e4m3x2") == loops * converted
     assert "cp.async.ca" not in ptx and count(ptx, "cp.async.cg.shared.global") > 0
     assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) == kernel.gated
 
