@@ -48,7 +48,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     return LINK.sub(moved, markdown).replace("<!-- schemas -->", schemas())
 
 
-WIDE = 60
+WIDE, WIDE_BEYOND_FIRST = 60, 30
 """Tables of three or more columns with a cell of this many characters are stacked on phones (site.css)."""
 
 
@@ -60,7 +60,9 @@ def stacked(table: re.Match[str]) -> str:
     """Add the heading of its column to each cell, if the table has long cells."""
     heads = [plain(cell) for cell in re.findall(r"<th[^>]*>(.*?)</th>", table[0], re.S)]
     cells = [plain(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", table[0], re.S)]
-    if len(heads) < 3 or max(map(len, cells), default=0) < WIDE:
+    beyond = [cell for i, cell in enumerate(cells) if i % max(len(heads), 1)]
+    longest = max(map(len, cells), default=0)
+    if len(heads) < 3 or (longest < WIDE and max(map(len, beyond), default=0) < WIDE_BEYOND_FIRST):
         return table[0]
     labels = itertools.cycle(heads)
     labeled = re.sub(r"<td", lambda _: f'<td data-label="{next(labels)}"', table[0])

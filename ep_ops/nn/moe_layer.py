@@ -2,7 +2,7 @@
 
 comm = ep_ops.Communicator(num_experts=64, hidden_size=2048, top_k=8, max_tokens_per_rank=4096)
 layer = ep_ops.nn.MoELayer(comm, intermediate_size=1024)
-out = layer(x)                                     # x [tokens of this rank, 2048], bfloat16
+out = layer(x)  # x [tokens of this rank, 2048], bfloat16
 """
 
 from __future__ import annotations
