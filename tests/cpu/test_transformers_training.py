@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from transformers_cases import MODELS, loss_of, made, tokens
+from transformers_cases import MODELS, as_by_torchrun, loss_of, made, tokens
 
 import ep_ops
 from ep_ops.nn import expert_parameters, keep_experts_apart
@@ -114,15 +114,12 @@ def test_divided_gradients(kind: str) -> None:
 def trained_by_trainer(folder: str) -> None:
     """One step of transformers' Trainer, which moves the model and wraps it, against one process."""
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainingArguments
 
     from ep_ops.integrations.transformers import spread_experts
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # not used: the group exists
-    try:
+    with as_by_torchrun():
         model, dense = made("mixtral", "grouped_mm"), made("mixtral", "grouped_mm")
         spread_experts(model, max_tokens_per_rank=16)
         keep_experts_apart(model, ranks)
@@ -163,12 +160,8 @@ def trained_by_trainer(folder: str) -> None:
         for name in ("gate_up_proj", "down_proj"):
             got, expected = (getattr(whole.model.layers[1].mlp.experts, name).grad for whole in (model, dense))
             torch.testing.assert_close(got.full_tensor(), expected, rtol=1e-3, atol=1e-6)
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            os.environ.pop(name, None)
-        for comm in list(ep_ops.registry.living.values()):
-            comm.destroy()
+    for comm in list(ep_ops.registry.living.values()):
+        comm.destroy()
 
 
 def test_trainer(tmp_path: pathlib.Path) -> None:

@@ -3,6 +3,9 @@ transformers is missing or too old."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -11,6 +14,7 @@ import pytest
 pytest.importorskip("transformers.models.llama4.modeling_llama4", reason="needs transformers 5.19 or later")
 
 import torch
+import torch.distributed as dist
 
 SIZES: dict[str, Any] = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=2,
@@ -76,3 +80,18 @@ def need_implementations() -> None:
 
     if ours._no_interface is not None:
         pytest.skip("needs transformers 5.23 or later")
+
+
+@contextlib.contextmanager
+def as_by_torchrun() -> Iterator[None]:
+    """Set what accelerate reads in a process that torchrun has started, and reset accelerate in the end."""
+    from accelerate.state import AcceleratorState
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    names = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    names |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # not used: the group exists
+    with mock.patch.dict(os.environ, names):
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
