@@ -30,7 +30,7 @@ from .figures import text_table
 from .operators import Calls
 from .options import add_domain_options, add_sizes, names_of, new_parser, positive
 from .options import read as read_options
-from .presets import FORMATS, SUM_FORMAT
+from .presets import FORMATS, SUM_FORMAT, SUMS
 from .ranks import Run, on_every_rank
 from .workloads import ALIGNMENT, Workload
 
@@ -214,7 +214,8 @@ class Tune(Run):
         args = self.args
         largest = Workload(max(args.tokens), args.hidden, args.experts, args.top_k)
         cases = [tuned for tuned in CASES if tuned.call in args.only and not (tuned.format and args.hidden % 128)]
-        formats = [(SUM_FORMAT, ""), *dict.fromkeys(FORMATS[c.call] for c in cases if c.call in FORMATS)]
+        named = FORMATS | dict.fromkeys(SUMS, (SUM_FORMAT, ""))
+        formats = list(dict.fromkeys(named[tuned.call] for tuned in cases if tuned.format))
         with self.communicator(largest, alignment=ALIGNMENT) as comm:
             self.compile(formats, comm)
             comm.warmup(formats)

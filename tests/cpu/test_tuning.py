@@ -15,6 +15,7 @@ from ep_ops.backends.cute import tuning
 from ep_ops.backends.cute.tuning import KNOBS, TABLE, Knobs, Row, Tuning, count, row_of
 from ep_ops.bench import tune
 from ep_ops.bench.tune import CASES, Found
+from ep_ops.commands.launch import process_group
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
@@ -189,6 +190,27 @@ def test_rows_of_others_are_kept(tmp_path: Path) -> None:
     path.write_text('{"version": 1}')
     with pytest.raises(SystemExit, match="something else: .*not a list of rows"):
         tune.kept(path)
+
+
+@pytest.mark.parametrize("hidden", [256, pytest.param(192, marks=pytest.mark.drawn)])
+def test_all_cases_are_timed(hidden: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run makes the calls of all cases that the hidden size has formats for, with each number of tokens."""
+    ran = []
+
+    def one(run: Any, comm: Any, calls: Any, tuned: tune.Tuned, tokens: int) -> None:
+        assert calls.workload.tokens == tokens and calls.call(tuned.call)(0) is not None
+        ran.append((tokens, tuned.call))
+
+    monkeypatch.setattr(tune.Tune, "one", one)
+    every = [tuned.call for tuned in CASES]
+    args = SimpleNamespace(
+        tokens=(3, 8), hidden=hidden, experts=8, top_k=2, only=every, out=None, sharing=1, backend="reference",
+        domain_size=None, staging_bytes=None,
+    )  # fmt: skip
+    with process_group(0, str(tmp_path / "store"), 1, "cpu") as device:
+        tune.measure(device, args)  # type: ignore[arg-type]
+    names = [tuned.call for tuned in CASES if not tuned.format or hidden == 256]
+    assert ran == [(tokens, name) for tokens in (3, 8) for name in names]
 
 
 class Backend:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -17,10 +19,11 @@ from cute_kernels.heap import SEND, Problem
 from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.budget import Budget
+from ep_ops.backends.cute.backend import CuteBackend
 from ep_ops.backends.cute.outputs import Outputs
 from ep_ops.backends.cute.sm_model import OperationSms, TokenTraffic, default_budget
 from ep_ops.backends.cute.throughput import ThroughputPath
-from ep_ops.backends.cute.tuning import Tuning
+from ep_ops.backends.cute.tuning import Row, Tuning
 from ep_ops.records import Route
 
 TOKENS, SMS = 64, 132
@@ -135,3 +138,32 @@ def test_sums_in_a_format_are_pushed_by_more_blocks() -> None:
     assert TRAFFIC.pushers(110, knobs) < in_format.pushers(110, knobs)
     assert all(Combine(PROBLEM, True, True, False, format=form).adds_own for form in ("", "e4m3/32/mx"))
     assert not Combine(dataclasses.replace(PROBLEM, world_size=1, experts_per_rank=(256,)), True, True, False).adds_own
+
+
+def test_rows_that_are_put_count_from_then_on() -> None:
+    """`ep-ops bench tune` puts rows of knobs before all others: later calls have them, and none once they are taken
+    back."""
+    backend: Any = object.__new__(CuteBackend)
+    backend.tuning = tuning = Tuning(H200, 2)
+    backend._default_budget = functools.partial(default_budget, TRAFFIC, tuning, SMS, 100, None, None)
+    backend.budget = backend._default_budget()
+    sms = OperationSms(PROBLEM, backend.budget, TRAFFIC, tuning, SMS)
+    packed = row_format(Delivery(None, *FORMATS[1]))
+
+    def chosen() -> tuple[int, ...]:
+        pushing = sms.pushing(TRAFFIC, 4096, True)
+        budget = backend.budget.combine, backend.budget.beyond
+        return *budget, pushing["blocks"], pushing["pushers"], sms.pulling(TRAFFIC, packed, 4096)
+
+    before = chosen()
+    assert before == (110, 56, 110, 26, 66)
+    rows = [
+        Row("combine", {"sms": Fraction(1, 1)}), Row("combine", {"spare": Fraction(1, 4)}, tokens=4096),
+        Row("dispatch", {"surplus": 40}), Row("dispatch", {"sms": 80}, format="*=packed"),
+    ]  # fmt: skip
+    backend.tune(*rows)
+    assert chosen() == (132, 40, 132, 42, 80)
+    backend.tune()
+    assert chosen() == before
+    backend.tune(Row("combine", {"sms": None, "spare": 0}))
+    assert chosen() == (64, 56, 64, 24, 66), "the model's"
