@@ -165,7 +165,7 @@ class _PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
                     f"topk_ids has shape {tuple(ids.shape)}; with apply_router_weight_on_input it must be [T, 1]"
                 )
             a1 = a1 * weights.to(a1.dtype)
-        given = {"x": a1, "topk_idx": ids, "topk_weights": weights, **self._room(comm)}
+        given = {"x": a1, "topk_idx": ids, "topk_weights": weights, **self._sizes(comm)}
         return given if deferred else given | self._quantized(quant_config, a1)
 
     def _received(self, at: int, sent: Dispatched, quant_config: Any) -> mk.PrepareResultType:
@@ -238,7 +238,7 @@ class _PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             return static
         return scales.unsqueeze(1) if scales.dim() == 1 else scales
 
-    def _room(self, comm: Communicator) -> dict[str, Any]:
+    def _sizes(self, comm: Communicator) -> dict[str, Any]:
         """Return the layout and sizes of a dispatch."""
         raise NotImplementedError
 
@@ -285,7 +285,7 @@ class PrepareAndFinalize(_PrepareAndFinalize):
         if skipping is not None and type(fused_experts) is skipping.__base__:
             fused_experts.__class__ = skipping
 
-    def _room(self, comm: Communicator) -> dict[str, Any]:
+    def _sizes(self, comm: Communicator) -> dict[str, Any]:
         return {"layout": "token_major", "max_tokens": self._max_tokens(comm)}
 
     def _rows(self, comm: Communicator, sent: Dispatched) -> tuple[Tensor, Tensor, Tensor]:
@@ -382,7 +382,7 @@ class BatchedPrepareAndFinalize(_PrepareAndFinalize):
         """Return the slots of each rank, which experts of this format multiply by the number of ranks."""
         return self._slots // self.num_dispatchers()
 
-    def _room(self, comm: Communicator) -> dict[str, Any]:
+    def _sizes(self, comm: Communicator) -> dict[str, Any]:
         return {"layout": "padded", "slots": self._slots, "max_tokens": self._max_tokens(comm), "alignment": 1}
 
     def _powers(self) -> bool:

@@ -101,7 +101,7 @@ class MoECommunicator:
         exact = config.capacity == EXACT
         self._operator = "dispatch_dynamic" if exact else "dispatch"
         self._splits = config.overlap and not exact
-        self._usual = self._given(config.quant, None, self._operator)
+        self._usual = self._dispatch_arguments(config.quant, None, self._operator)
         self._counts = Counts(comm, config.combine_format) if config.statistics else None
         # Rows kept and dropped under earlier placements.
         self._past = torch.zeros(2, config.num_experts, dtype=torch.int64, device="cpu")
@@ -154,9 +154,9 @@ class MoECommunicator:
             TypeError, ValueError, RuntimeError: as for :meth:`ep_ops.Communicator.dispatch`, on all ranks.
         """
         if previous_handle is not None:
-            return self._along(input, topk_ids, weights, quant, previous_handle)
-        how, ids, given = self._asked(topk_ids, quant, max_tokens, self._operator)
-        return self._arrived(self.comm.dispatch(input, ids, weights, **given), how)
+            return self._dispatch_along(input, topk_ids, weights, quant, previous_handle)
+        how, ids, given = self._arguments_of(topk_ids, quant, max_tokens, self._operator)
+        return self._output_of(self.comm.dispatch(input, ids, weights, **given), how)
 
     @ranged("ep_ops.moe.combine")
     def combine(self, expert_output: Tensor, handle: DispatchHandle) -> Tensor:
@@ -198,7 +198,7 @@ class MoECommunicator:
         if not self._splits or previous_handle is not None:
             done = self.dispatch(input, topk_ids, weights, quant, previous_handle, max_tokens=max_tokens)
             return Request(lambda: done)
-        how, ids, given = self._asked(topk_ids, quant, max_tokens, "dispatch_start", flight)
+        how, ids, given = self._arguments_of(topk_ids, quant, max_tokens, "dispatch_start", flight)
         started = self.comm.dispatch_start(input, ids, weights, flight=flight, **given)
         return Request(lambda: self._dispatch_wait(started, how))
 
@@ -215,7 +215,7 @@ class MoECommunicator:
 
     @ranged("ep_ops.moe.dispatch_wait")
     def _dispatch_wait(self, started: StartedDispatch, how: Quant) -> tuple[DispatchOutput, DispatchHandle]:
-        return self._arrived(self.comm.dispatch_wait(started), how)
+        return self._output_of(self.comm.dispatch_wait(started), how)
 
     @ranged("ep_ops.moe.combine_wait")
     def _combine_wait(self, started: StartedCombine, handle: DispatchHandle) -> Tensor:
@@ -223,7 +223,7 @@ class MoECommunicator:
         self._returned(handle)
         return out
 
-    def _along(
+    def _dispatch_along(
         self, input: Tensor, topk_ids: Tensor | None, weights: Tensor | None, quant: Quant | None,
         handle: DispatchHandle,
     ) -> tuple[DispatchOutput, DispatchHandle]:  # fmt: skip
@@ -231,7 +231,7 @@ class MoECommunicator:
         operator = "dispatch_planned"
         self._check_handle(operator, "previous_handle", handle)
         route = handle.route
-        how = self.config.quant if quant is None else self._how(quant, route.max_tokens, operator)
+        how = self.config.quant if quant is None else self._valid_quant(quant, route.max_tokens, operator)
         if topk_ids is not None:
             reason = "topk_ids is given with previous_handle, whose route is known; allowed: None"
             self._reject(operator, reason, route.max_tokens)
@@ -241,9 +241,9 @@ class MoECommunicator:
         sent = self.comm.dispatch_planned(
             input, route, weights, scales=how.scales, format=how.format, scales_as=how.scales_as
         )
-        return self._arrived(sent, how)
+        return self._output_of(sent, how)
 
-    def _arrived(self, sent: Dispatched, how: Quant) -> tuple[DispatchOutput, DispatchHandle]:
+    def _output_of(self, sent: Dispatched, how: Quant) -> tuple[DispatchOutput, DispatchHandle]:
         x, weights, route, dropped, scales, local_idx = sent
         if self._counts is not None and not recomputing():
             self._counts.dispatched(route, dropped, how.format)
@@ -260,29 +260,29 @@ class MoECommunicator:
 
     # ------------------------------------------------------------------ arguments of a call
 
-    def _asked(
+    def _arguments_of(
         self, topk_ids: Any, quant: Quant | None, max_tokens: int | None, operator: str, flight: int = 0
     ) -> tuple[Quant, Any, dict[str, Any]]:
         """Return the quantization, the physical ids and the other arguments of a dispatch."""
-        how = self.config.quant if quant is None else self._how(quant, max_tokens, operator, flight)
+        how = self.config.quant if quant is None else self._valid_quant(quant, max_tokens, operator, flight)
         ids = topk_ids if self._map is None else self._map.of(topk_ids)
         usual = quant is None and max_tokens is None
-        return how, ids, self._usual if usual else self._given(how, max_tokens, operator, flight)
+        return how, ids, self._usual if usual else self._dispatch_arguments(how, max_tokens, operator, flight)
 
-    def _how(self, quant: Quant, max_tokens: int | None, operator: str, flight: int = 0) -> Quant:
+    def _valid_quant(self, quant: Quant, max_tokens: int | None, operator: str, flight: int = 0) -> Quant:
         if problem := quant_problem(quant, self.config.mode):
             self._reject(operator, problem, max_tokens, flight)
         return quant
 
-    def _given(self, how: Quant, max_tokens: int | None, operator: str, flight: int = 0) -> dict[str, Any]:
+    def _dispatch_arguments(self, how: Quant, max_tokens: int | None, operator: str, flight: int = 0) -> dict[str, Any]:
         try:
-            room = self._room(self.comm.max_tokens_per_rank if max_tokens is None else whole("max_tokens", max_tokens))
+            room = self._sizes(self.comm.max_tokens_per_rank if max_tokens is None else whole("max_tokens", max_tokens))
         except ValueError as error:
             self._reject(operator, str(error), None, flight)
         named = {"format": how.format, "scales_as": how.scales_as, "scales": how.scales}
         return {"layout": self.config.layout, **room, **named}
 
-    def _room(self, max_tokens: int) -> dict[str, Any]:
+    def _sizes(self, max_tokens: int) -> dict[str, Any]:
         """Return the sizes for ``max_tokens`` tokens of each rank, at most those of the worst case."""
         capacity, comm = self.config.capacity, self.comm
         if isinstance(capacity, str):  # EXACT

@@ -122,7 +122,7 @@ def gather_rows(x: Tensor, lists: ExpertLists) -> Tensor:
     check_types(ExpertLists, lists=lists)
     if x.shape[0] != lists.places.shape[0]:
         raise ValueError(f"x has {x.shape[0]} rows; allowed: {lists.places.shape[0]}, the rows of the lists")
-    return _Gather.apply(x, *_along(lists))
+    return _Gather.apply(x, *_tensors_of(lists))
 
 
 def reduce_rows(y: Tensor, lists: ExpertLists, weights: Tensor | None = None) -> Tensor:
@@ -152,16 +152,16 @@ def reduce_rows(y: Tensor, lists: ExpertLists, weights: Tensor | None = None) ->
     if weights is not None and weights.shape != lists.places.shape:
         allowed = f"{tuple(lists.places.shape)}, the shape of local_idx"
         raise ValueError(f"weights has shape {tuple(weights.shape)}; allowed: {allowed}")
-    return _Reduce.apply(y, weights, *_along(lists))
+    return _Reduce.apply(y, weights, *_tensors_of(lists))
 
 
-def _along(lists: ExpertLists) -> tuple[Tensor, Tensor, Tensor]:
+def _tensors_of(lists: ExpertLists) -> tuple[Tensor, Tensor, Tensor]:
     """Return the row of each place [L, 1], -1 if empty; ``flat`` [L]; ``places`` [R, K]."""
     rows = torch.where(lists.flat < lists.places.numel(), lists.rows, -1)
     return rows[:, None], lists.flat, lists.places
 
 
-# Each is the gradient of the other. rows, flat and places are the results of `_along`.
+# Each is the gradient of the other. rows, flat and places are the results of `_tensors_of`.
 
 
 class _Gather(torch.autograd.Function):

@@ -59,7 +59,7 @@ class Op:
 
     def __call__(self, *args: Any) -> Any:
         """Return the results of the operator."""
-        return self.dispatched(args) if _heeded() else self.direct(args)[0]
+        return self.dispatched(args) if _is_intercepted() else self.direct(args)[0]
 
     def direct(self, args: tuple[Any, ...]) -> tuple[Any, bool]:
         """Return the results of a call that only autograd may intercept, and whether ``run`` alone has run."""
@@ -157,7 +157,7 @@ def _remembering(
         return op, a[leading:], a[one] is None, a[rows].shape[0], a[ids].shape[0]
 
     def repeat(a: Any) -> Any:
-        if _heeded():
+        if _is_intercepted():
             return None
         try:
             comm, given, others = living[a[name]], a[:leading], a[leading:]
@@ -191,7 +191,7 @@ def _remembering(
     def call(a: Any) -> Any:
         if recognized and (results := repeat(a)) is not None:
             return results
-        if _heeded():
+        if _is_intercepted():
             return op.dispatched(a)
         results, alone = op.direct(a)
         if alone and recognized and not (other and a[other] is not None):
@@ -328,7 +328,7 @@ _running: Any = recomputation.running
 _tracing_state = torch._C._get_tracing_state  # of torch.jit.trace, whose tensors no guard accepts
 
 
-def _heeded() -> bool:
+def _is_intercepted() -> bool:
     """Return whether a tracer, mode, transform, profiler or checkpoint, other than autograd, intercepts operators.
 
     Guards notice transforms and most modes, but not FakeTensorMode.

@@ -215,7 +215,7 @@ def in_one_kernel(form: str, asked: str, dtype: torch.dtype, limits: dict[str, A
 
         lost = torch.zeros(ids.shape, dtype=torch.bool)
         if limits:  # the same routes again, to see who was left out
-            lost = (comm.plan(ids, **prepare_finalize._room(comm))[0].send_rows < 0) & (ids >= 0)
+            lost = (comm.plan(ids, **prepare_finalize._sizes(comm))[0].send_rows < 0) & (ids >= 0)
         with (
             mock.patch("torch.accelerator.empty_cache"),  # which a CPU has not; vLLM calls it before it allocates
             mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),  # which vLLM 0.26 asks

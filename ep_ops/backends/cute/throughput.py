@@ -198,7 +198,7 @@ class ThroughputPath:
         placed = self._outputs.placed(a.topk_idx.shape[0], a.capacity, spec.token_major)
         terms, plan = self._terms("dispatch", spec, a.max_tokens), plan_in(a)
         self._plan(terms, plan, placed, a.capacity)
-        self._along(terms, spec, a.x, a.topk_weights, a.scales, route_of(placed, plan), received)
+        self._dispatch_along(terms, spec, a.x, a.topk_weights, a.scales, route_of(placed, plan), received)
         return DispatchTensors(*received, *placed)
 
     @staticmethod
@@ -264,10 +264,10 @@ class ThroughputPath:
     ) -> Received:
         """Dispatch along a known route, as an operation of that kind."""
         received = self._outputs.received(spec, route.num_rows, route.slots)
-        self._along(self._terms(kind, spec, route.max_tokens), spec, x, topk_weights, scales, route, received)
+        self._dispatch_along(self._terms(kind, spec, route.max_tokens), spec, x, topk_weights, scales, route, received)
         return received
 
-    def _along(
+    def _dispatch_along(
         self, terms: int, spec: DispatchSpec, x: Tensor, topk_weights: Tensor | None, scales: Tensor | None,
         route: Route, received: Received,
     ) -> None:  # fmt: skip

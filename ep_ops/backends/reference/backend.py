@@ -154,7 +154,7 @@ class ReferenceBackend:
         with self._operation():
             route = route_in(a, a.y.shape[0])
             same = {
-                **_given(recv_weights=spec.weighted, residual=spec.residual), **quantized.agreed(spec.format)
+                **_presence(recv_weights=spec.weighted, residual=spec.residual), **quantized.agreed(spec.format)
             }  # fmt: skip
             self._meeting.along("combine", same, route)
             residual = a.residual if isinstance(a, CombineArgs) else None  # split combines take none
@@ -185,7 +185,7 @@ class ReferenceBackend:
     def _dispatch_backward(self, spec: DispatchBackwardSpec, a: AnyDispatchBackward) -> tuple[Tensor, Tensor]:
         with self._operation():
             route = gradient_route(a)
-            same = _given(grad_recv_x=spec.rows, grad_recv_weights=spec.scalars)
+            same = _presence(grad_recv_x=spec.rows, grad_recv_weights=spec.scalars)
             same["layout"] = layout_index(a.layout)
             self._meeting.along("dispatch_backward", same, route)
             grad_x = grad_topk_weights = torch.empty(0, dtype=self.rows.weights_dtype, device=self.ranks.device)
@@ -198,7 +198,7 @@ class ReferenceBackend:
     def _combine_backward(self, a: AnyCombineBackward) -> tuple[Tensor, Tensor]:
         with self._operation():
             y, recv_weights, route = a.y, a.recv_weights, route_in(a, a.num_rows)
-            same = _given(y=y is not None, recv_weights=recv_weights is not None)
+            same = _presence(y=y is not None, recv_weights=recv_weights is not None)
             self._meeting.along("combine_backward", same, route)
             grad_y, _, none = self.rows.to_rows(a.grad_out, None, route)
             if recv_weights is None:
@@ -309,9 +309,9 @@ class PreparedRun:
 
 def _terms(spec: DispatchSpec) -> dict[str, int]:
     """Return the values of a dispatch that ranks must agree on."""
-    return {**_given(topk_weights=spec.weighted), **quantized.agreed(spec.format)}
+    return {**_presence(topk_weights=spec.weighted), **quantized.agreed(spec.format)}
 
 
-def _given(**tensors: bool) -> dict[str, int]:
+def _presence(**tensors: bool) -> dict[str, int]:
     """Return which tensors are given, as values that ranks must agree on."""
     return {f"whether {name} is given": int(given) for name, given in tensors.items()}
