@@ -62,6 +62,9 @@ WAIT_BITS, WAIT_UNIT = 27, 10
 """Each log entry has one word for each rank: the longest wait of a thread for that rank in the operation, in
 2**WAIT_UNIT ns, in the lowest WAIT_BITS bits. The bits above contain how often the entry has been used (epoch //
 NOTES), so that the largest word is of the latest operation: 37 bits, enough for 2**41 operations."""
+SUM_LAG = 4
+"""With `Problem.counts_waits`, an operation adds the waits of the operation this many before it to their sums. That one
+has ended on all ranks, and its log entry is not used again yet."""
 
 # Words (8 bytes each) of the rank's own state, at the start of the heap. Peers do not touch them, except FAILED, and
 # read EPOCH and ALIVE.
@@ -100,7 +103,8 @@ class Problem(RowSizes):
     `row_bytes` is a multiple of 16. `domains` lists the ranks of each NVLink domain in ascending order if there are
     several, and `wire` then moves data between them (internode/wire.py). `max_tokens` is the largest number of tokens
     of a rank whose rows one operation moves. `route_tokens` is the largest number of tokens of a route, 0 if equal to
-    `max_tokens`; rows of larger routes are moved in several rounds, one operation each.
+    `max_tokens`; rows of larger routes are moved in several rounds, one operation each. `counts_waits`: kernels add up
+    how long they wait for each rank.
     """
 
     world_size: int
@@ -112,6 +116,7 @@ class Problem(RowSizes):
     domains: tuple[tuple[int, ...], ...] = ()
     wire: Any = None
     route_tokens: int = 0
+    counts_waits: bool = False
 
     @property
     def planned_tokens(self) -> int:
@@ -355,6 +360,8 @@ class Heap:
         )
         if d > 1:
             self.take(**self._across())
+        if p.counts_waits:
+            self.take(waits=words(w))  # sums for each rank, in 2**WAIT_UNIT ns; of one bank
 
     def _across(self) -> dict[str, Section]:
         """Return the buffers for other domains: what their ranks put here, what is to be put to them (`_out`), both by

@@ -13,7 +13,10 @@ from .heap import (
     CLAIMS,
     EPOCH,
     MET,
+    NOTES,
+    SUM_LAG,
     TICKET,
+    WAIT_BITS,
     WORDS_OF_LATENCY,
     WORDS_OF_RAIL,
     WORDS_OF_RANKS,
@@ -35,6 +38,7 @@ def say_hello(ranks: Ranks, number: Int32, threads: cutlass.Constexpr[int], rele
         set_flag(ranks, "hello", peer, ranks.rank, release)
     if number == 0:
         note_begun(ranks)
+    add_waits(ranks, number, threads)
 
 
 @cute.jit
@@ -45,6 +49,19 @@ def note_begun(ranks: Ranks) -> None:
             ptx.st_u64(ranks.of_next("puts").at(rank), Int64(0))
     ptx.st_u64(note_of(ranks).base, ranks.mark)
     ptx.st_u64(note_of(ranks).at(BEGUN), arch.globaltimer())
+
+
+@cute.jit
+def add_waits(ranks: Ranks, number: Int32, threads: cutlass.Constexpr[int]) -> None:
+    """By `threads` threads of one block, `number` 0, 1, ..., that have begun an operation: add how long this rank
+    waited for each rank in the operation `SUM_LAG` before to the sums, which these threads alone write."""
+    if const_expr(ranks.heap.problem.counts_waits):
+        before = ranks.epoch - SUM_LAG
+        for peer in cutlass.range(number, ranks.world_size, threads):
+            longest = ptx.ld_u64(ranks.lasting("waited").at(before & (NOTES - 1), peer))
+            if longest >> WAIT_BITS == before >> NOTES.bit_length() - 1:
+                waits = ranks.lasting("waits").at(peer)
+                ptx.st_u64(waits, ptx.ld_u64(waits) + (longest & ((1 << WAIT_BITS) - 1)))
 
 
 @cute.jit

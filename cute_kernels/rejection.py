@@ -78,6 +78,7 @@ class Reject(Kernel):
         for peer in cutlass.range(tid, world_size, THREADS):
             sync.await_begun(ranks, peer)
         arch.sync_threads()
+        operation.add_waits(ranks, tid, THREADS)
         if tid == 0:
             operation.note_begun(ranks)
             if const_expr(self.problem.num_domains > 1):

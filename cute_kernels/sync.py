@@ -181,7 +181,7 @@ class Ranks(Carried):
         return view_of(self.heap.section[name], base)
 
     def lasting(self, name: str, heap: Int64 | None = None) -> Any:
-        """Return a section that all operations share: `alarm`, `notes` or `waited`."""
+        """Return a section that all operations share: `alarm`, `notes`, `waited` or `waits`."""
         base = (self.own if heap is None else heap) + self.heap.offset[name]
         return view_of(self.heap.section[name], base)
 

@@ -33,6 +33,9 @@ from .methods import Methods
 from .operators.rejection import of_two_threads, take
 from .overflow import Overflow
 from .records import Operation
+from .statistics import Lateness, Statistics
+from .statistics.counts import Counts
+from .statistics.lateness import lateness
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -138,6 +141,10 @@ class Communicator(Methods):
         self.overflowed: Overflow | None = None
         if self.config.overflow == "raise":
             self.overflowed = Overflow(self.num_local_experts, self.first_local_expert, self.device)
+        self.counts: Counts | None = None
+        if self.config.statistics:
+            sizes = self.hidden_size, self.dtype, self.num_local_experts, self.world_size
+            self.counts = Counts(*sizes, self.device)
         self.backend: Backend = backends.make(self.config.backend, self)
         self.calls = CallCache(self.backend)
         registry.add(self)
@@ -366,6 +373,40 @@ class Communicator(Methods):
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank is {rank}; allowed: 0..{self.world_size - 1}")
         return self.backend.last_operations(rank)
+
+    def lateness(self) -> Lateness:
+        """Return when all ranks began the last operations, and how long they waited for each other.
+
+        It reads :meth:`last_operations` of every rank, and does not wait for running kernels.
+
+        Returns:
+            :class:`ep_ops.statistics.Lateness`. It has no operations on the reference backend.
+
+        Raises:
+            RuntimeError: the communicator was destroyed, or the memory of a rank cannot be read.
+        """
+        return lateness([self.last_operations(rank) for rank in range(self.world_size)])
+
+    def statistics(self) -> Statistics:
+        """Return this rank's counts since the creation of the communicator: operations, rows, bytes and waits.
+
+        It does not wait for running kernels, so operations that are in progress may be counted in part. Replayed CUDA
+        graphs are counted. Waits of the last operations are added later: of the last 4 on the cute backend, of the last
+        one on the reference backend.
+
+        Returns:
+            :class:`ep_ops.statistics.Statistics`, whose method ``prometheus`` returns them as text.
+
+        Raises:
+            ValueError: the configuration has no ``statistics``.
+            RuntimeError: the communicator was destroyed.
+        """
+        reject_destroyed(self)
+        if self.counts is None:
+            raise ValueError("statistics is False in the configuration, so nothing is counted; allowed: True")
+        waited = torch.tensor(self.backend.waited(), dtype=torch.float64, device="cpu")
+        counted = self.backend.operations(), *self.counts.read(), waited
+        return Statistics(self.name, self.rank, self.first_local_expert, *counted)
 
     def shrink(self, group: dist.ProcessGroup, *, name: str | None = None) -> Communicator:
         """Return a communicator of the surviving ranks after other ranks have died.

@@ -70,6 +70,10 @@ def _ints(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
+def _bool(text: str) -> Any:
+    return {"True": True, "False": False}.get(text, text)
+
+
 def _dtype(text: str) -> Any:
     return getattr(torch, text, text)
 
@@ -89,6 +93,7 @@ _BUNDLE = _one_of(
     "0", "1", variable="EP_OPS_BUNDLE",
     hint="set EP_OPS_BUNDLE and NVSHMEM_REMOTE_TRANSPORT to the same values on all ranks",
 )  # fmt: skip
+_SWITCH = _one_of(True, False, parse=_bool)
 _NAME: Rule = {"holds": lambda value: isinstance(value, str), "words": "a str"}
 
 
@@ -145,6 +150,8 @@ class Config:
         overflow: what happens when rows exceed ``capacity`` or ``slots``. "count": they are dropped and counted
             (``Dispatched.dropped``). "raise": the next :meth:`Communicator.check_errors` raises as well; it then waits
             for the device.
+        statistics: True: count operations, rows, bytes and waits for :meth:`Communicator.statistics`. It adds two small
+            kernels to each dispatch, one to each combine, and a few instructions to the kernels of the cute backend.
         name: name by which operators find the communicator. Empty: "ep0", "ep1", ..., a number that no rank has used.
         check: "1" compares every operation with the reference backend (docs/failures.md), "0" does not. Default:
             ``EP_OPS_CHECK`` in the environment.
@@ -173,6 +180,7 @@ class Config:
     domain_size: int | None = field(default=None, metadata=_int(1, optional=True))
     staging_bytes: int | None = field(default=None, metadata=_int(1, optional=True))
     overflow: str = field(default="count", metadata=_one_of("count", "raise"))
+    statistics: bool = field(default=False, metadata=_SWITCH)
     name: str = field(default="", metadata=_NAME)
     check: str = field(default_factory=lambda: os.environ.get("EP_OPS_CHECK") or "0", metadata=_CHECK)
     wire: str = field(default_factory=lambda: os.environ.get("EP_OPS_WIRE") or "auto", metadata=_WIRE)
@@ -256,6 +264,7 @@ class ConfigOptions(TypedDict, total=False):
     domain_size: int | None
     staging_bytes: int | None
     overflow: str
+    statistics: bool
     name: str
     check: str
     wire: str

@@ -57,6 +57,7 @@ from .records import (
     whole,
     wrong_type,
 )
+from .statistics.counts import Counts
 
 if TYPE_CHECKING:
     from typing_extensions import Never
@@ -85,6 +86,7 @@ class Methods:
     expert_ids: ExpertIds | None
     warned_rows: float  # a larger default capacity causes a warning
     overflowed: Overflow | None
+    counts: Counts | None
 
     def capacity(self, max_tokens: int | None = None, alignment: int | None = None) -> int:
         """Return the number of rows of a receive buffer that has room for every row in the worst case.
@@ -253,6 +255,8 @@ class Methods:
         weights = None if topk_weights is None else weights
         received = _scales_of(rows, recv_scales, route, format, scales_as) if format else None
         dropped = torch.zeros_like(route.counts) if route.dropped is None else route.dropped
+        if self.counts is not None:
+            self.counts.dispatched(route, dropped, format)
         return Dispatched(rows, weights, route, dropped, received, route.local_idx)
 
     def combine(
@@ -305,6 +309,8 @@ class Methods:
             if y is not a.y or weights is not a.recv_weights or residual is not a.residual:
                 a = a._replace(y=y, recv_weights=weights, residual=residual)
             out = COMBINE.call(a)
+        if self.counts is not None:
+            self.counts.combined(route, format)
         return out if batch is None else _home(out, route)
 
     def combine_gathered(self, y: Tensor, route: Route, *surplus: Never, **unknown: Never) -> Tensor:
@@ -445,7 +451,10 @@ class Methods:
             registry.reject(self.name)
         if not isinstance(started, StartedCombine):
             raise wrong_type("started", started, "what combine_start returned")
-        return _home(COMBINE_WAIT.call(CombineWaitArgs(started.ticket, *started.arguments)), started.route)
+        out = COMBINE_WAIT.call(CombineWaitArgs(started.ticket, *started.arguments))
+        if self.counts is not None:
+            self.counts.combined(started.route, started.arguments.format)
+        return _home(out, started.route)
 
     # ------------------------------------------------------------------ arguments
 
@@ -556,6 +565,8 @@ class Methods:
             dropped, local_idx,
         )  # fmt: skip
         route: Route = _new(Route, along)
+        if self.counts is not None:
+            self.counts.dispatched(route, dropped, a.format)
         kept = None if a.topk_weights is None else weights
         scales = _scales_of(recv_x, recv_scales, route, a.format, a.scales_as) if a.format else None
         made: Dispatched = _new(Dispatched, (recv_x, kept, route, dropped, scales, local_idx))

@@ -51,7 +51,7 @@ def move(moe: MoECommunicator, parameters: Sequence[Tensor], wanted: Sequence[Mo
 
 
 def rebalance(moe: MoECommunicator, parameters: Sequence[Tensor]) -> tuple[int, int]:
-    """Place experts according to the counted load, and reset the counts.
+    """Place experts according to the counted load, and reset the load.
 
     Returns:
         Number of experts that moved, and bytes of weights that were sent between ranks.
@@ -62,7 +62,7 @@ def rebalance(moe: MoECommunicator, parameters: Sequence[Tensor]) -> tuple[int, 
     wanted = moves(before, after, held)
     move(moe, parameters, wanted)
     moe.place(after)
-    moe.reset_stats()
+    moe.reset_load()
     each = sum(parameter[0].nbytes for parameter in parameters)
     return len(wanted), each * sum(one.crosses for one in wanted)
 
@@ -70,9 +70,9 @@ def rebalance(moe: MoECommunicator, parameters: Sequence[Tensor]) -> tuple[int, 
 # --8<-- [end:move]
 
 
-def busiest(moe: MoECommunicator) -> float:
-    """Return the rows of the busiest rank since the last reset, as a multiple of the mean."""
-    rows = moe.stats().rows.sum()
+def busiest(moe: MoECommunicator, before: Tensor) -> float:
+    """Return the rows of the busiest rank since it had received ``before``, as a multiple of the mean."""
+    rows = moe.comm.statistics().rows.sum() - before
     all_rows = [torch.empty_like(rows) for _ in range(moe.comm.world_size)]
     dist.all_gather(all_rows, rows)
     return float(torch.stack(all_rows).max() / torch.stack(all_rows).float().mean())
@@ -102,10 +102,11 @@ def main() -> None:
             batches.append((torch.randn(TOKENS, HIDDEN, generator=draw), experts, weights.softmax(-1)))
 
         outs = [layer(moe, *batch, w) for batch in batches]
-        before = busiest(moe)
+        before = busiest(moe, torch.tensor(0))
         moved, crossed = rebalance(moe, [w])
+        rows = moe.comm.statistics().rows.sum()
         again = [layer(moe, *batch, w) for batch in batches]
-        after = busiest(moe)
+        after = busiest(moe, rows)
         error = max(float((a - b).norm() / a.norm()) for a, b in zip(outs, again, strict=True))
         print(
             f"rank {moe.comm.rank} of {moe.comm.world_size}: the busiest rank had {before:.2f} times the mean, now"

@@ -96,6 +96,14 @@ class Backend(Protocol):
     def last_operations(self, rank: int) -> list[Operation]:
         """Return the last operations that a rank has recorded, the latest first. Does not wait for running kernels."""
 
+    def operations(self) -> int:
+        """Return the number of operations that this rank has ended; one that runs may count. Does not wait for running
+        kernels."""
+
+    def waited(self) -> list[float]:
+        """Return for how long this rank has waited for each rank, in seconds, without its last operations. Does not
+        wait for running kernels. On the cute backend it needs ``statistics``."""
+
     def has_failed(self) -> bool:
         """Return whether the communicator has failed."""
 

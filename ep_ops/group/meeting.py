@@ -28,14 +28,14 @@ def gather(
         of: name of the communicator, for the error.
         number: number of the communicator (``leaving.agreed_number``); 0 if there is none.
         problem: why this rank rejects the call, or None.
-        values: at most 6 + 2 W ints.
+        values: at most 7 + 2 W ints.
 
     Returns:
         ``values`` of all ranks, [W, at least as many]; the reasons of the ranks that reject the call; and how the calls
         of the ranks differ, or None. A rank that rejects a call of a communicator ends any other call of it.
     """
     message = [zlib.crc32(call.encode()), int(problem is not None), number, *values]
-    message += [0] * (9 + 2 * exchange.world_size - len(message))  # one length for all calls
+    message += [0] * (10 + 2 * exchange.world_size - len(message))  # one length for all calls
     mine = torch.tensor(message, device="cpu")
     gathered = exchange.all_gather(mine).cpu() if exchange.world_size > 1 else mine[None]
     rejecting = gathered[:, 1].nonzero().flatten().tolist()

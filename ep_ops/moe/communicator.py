@@ -43,9 +43,6 @@ from . import placement as placements
 from .config import EXACT, MoECommunicatorConfig, Quant, quant_problem
 from .placement import ReplicaMap
 from .records import DispatchHandle, DispatchOutput, Request
-from .statistics import Counts, Stats, last
-
-_NOT_COUNTED = "statistics is False in the configuration, so nothing is counted; allowed: True"
 
 
 class MoECommunicator:
@@ -102,14 +99,16 @@ class MoECommunicator:
         self._operator = "dispatch_dynamic" if exact else "dispatch"
         self._splits = config.overlap and not exact
         self._usual = self._dispatch_arguments(config.quant, None, self._operator)
-        self._counts = Counts(comm, config.combine_format) if config.statistics else None
-        # Rows kept and dropped under earlier placements.
-        self._past = torch.zeros(2, config.num_experts, dtype=torch.int64, device="cpu")
+        self._requested: Tensor | None = None  # rows requested of each local expert
+        if config.statistics:
+            with torch.inference_mode(False):  # an inference tensor could not be updated later
+                self._requested = torch.zeros(comm.num_local_experts, dtype=torch.int64, device=comm.device)
+        self._past = torch.zeros(config.num_experts, dtype=torch.int64, device="cpu")  # under earlier placements
 
     def sibling(self, placement: Sequence[int] | None = None) -> MoECommunicator:
         """Return a MoECommunicator for another layer, which uses the same communicator and memory. Collective.
 
-        It has its own placement and statistics. Calls of siblings follow the same rules as calls of one of them, and
+        It has its own placement and load. Calls of siblings follow the same rules as calls of one of them, and
         destroying one destroys all.
 
         Args:
@@ -155,8 +154,8 @@ class MoECommunicator:
         """
         if previous_handle is not None:
             return self._dispatch_along(input, topk_ids, weights, quant, previous_handle)
-        how, ids, given = self._arguments_of(topk_ids, quant, max_tokens, self._operator)
-        return self._output_of(self.comm.dispatch(input, ids, weights, **given), how)
+        ids, given = self._arguments_of(topk_ids, quant, max_tokens, self._operator)
+        return self._output_of(self.comm.dispatch(input, ids, weights, **given))
 
     @ranged("ep_ops.moe.combine")
     def combine(self, expert_output: Tensor, handle: DispatchHandle) -> Tensor:
@@ -176,9 +175,7 @@ class MoECommunicator:
             TypeError, ValueError, RuntimeError: as for :meth:`ep_ops.Communicator.combine`.
         """
         self._check_handle("combine", "handle", handle)
-        out = self.comm.combine(expert_output, handle.route, handle.weights, format=self.config.combine_format)
-        self._returned(handle)
-        return out
+        return self.comm.combine(expert_output, handle.route, handle.weights, format=self.config.combine_format)
 
     @ranged("ep_ops.moe.dispatch_async")
     def dispatch_async(
@@ -198,9 +195,9 @@ class MoECommunicator:
         if not self._splits or previous_handle is not None:
             done = self.dispatch(input, topk_ids, weights, quant, previous_handle, max_tokens=max_tokens)
             return Request(lambda: done)
-        how, ids, given = self._arguments_of(topk_ids, quant, max_tokens, "dispatch_start", flight)
+        ids, given = self._arguments_of(topk_ids, quant, max_tokens, "dispatch_start", flight)
         started = self.comm.dispatch_start(input, ids, weights, flight=flight, **given)
-        return Request(lambda: self._dispatch_wait(started, how))
+        return Request(lambda: self._dispatch_wait(started))
 
     @ranged("ep_ops.moe.combine_async")
     def combine_async(self, expert_output: Tensor, handle: DispatchHandle, *, flight: int = 0) -> Request[Tensor]:
@@ -211,17 +208,15 @@ class MoECommunicator:
         self._check_handle("combine_start", "handle", handle, flight)
         format = self.config.combine_format
         started = self.comm.combine_start(expert_output, handle.route, handle.weights, format=format, flight=flight)
-        return Request(lambda: self._combine_wait(started, handle))
+        return Request(lambda: self._combine_wait(started))
 
     @ranged("ep_ops.moe.dispatch_wait")
-    def _dispatch_wait(self, started: StartedDispatch, how: Quant) -> tuple[DispatchOutput, DispatchHandle]:
-        return self._output_of(self.comm.dispatch_wait(started), how)
+    def _dispatch_wait(self, started: StartedDispatch) -> tuple[DispatchOutput, DispatchHandle]:
+        return self._output_of(self.comm.dispatch_wait(started))
 
     @ranged("ep_ops.moe.combine_wait")
-    def _combine_wait(self, started: StartedCombine, handle: DispatchHandle) -> Tensor:
-        out = self.comm.combine_wait(started)
-        self._returned(handle)
-        return out
+    def _combine_wait(self, started: StartedCombine) -> Tensor:
+        return self.comm.combine_wait(started)
 
     def _dispatch_along(
         self, input: Tensor, topk_ids: Tensor | None, weights: Tensor | None, quant: Quant | None,
@@ -241,33 +236,28 @@ class MoECommunicator:
         sent = self.comm.dispatch_planned(
             input, route, weights, scales=how.scales, format=how.format, scales_as=how.scales_as
         )
-        return self._output_of(sent, how)
+        return self._output_of(sent)
 
-    def _output_of(self, sent: Dispatched, how: Quant) -> tuple[DispatchOutput, DispatchHandle]:
+    def _output_of(self, sent: Dispatched) -> tuple[DispatchOutput, DispatchHandle]:
         x, weights, route, dropped, scales, local_idx = sent
-        if self._counts is not None and not recomputing():
-            self._counts.dispatched(route, dropped, how.format)
+        if self._requested is not None and not recomputing():
+            self._requested.add_(route.counts).add_(dropped)
         handle = DispatchHandle(route, weights if local_idx is None else None)
         if route.slots:
             x = x.view(-1, route.slots, x.shape[-1])
             weights = None if weights is None else weights.view(-1, route.slots)
         return DispatchOutput(x, weights, scales, route.counts, route.offs, dropped, local_idx), handle
 
-    def _returned(self, handle: DispatchHandle) -> None:
-        """Count the rows that a combine has returned."""
-        if self._counts is not None and not recomputing():
-            self._counts.combined(handle.route)
-
     # ------------------------------------------------------------------ arguments of a call
 
     def _arguments_of(
         self, topk_ids: Any, quant: Quant | None, max_tokens: int | None, operator: str, flight: int = 0
-    ) -> tuple[Quant, Any, dict[str, Any]]:
-        """Return the quantization, the physical ids and the other arguments of a dispatch."""
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return the physical ids and the other arguments of a dispatch."""
         how = self.config.quant if quant is None else self._valid_quant(quant, max_tokens, operator, flight)
         ids = topk_ids if self._map is None else self._map.of(topk_ids)
         usual = quant is None and max_tokens is None
-        return how, ids, self._usual if usual else self._dispatch_arguments(how, max_tokens, operator, flight)
+        return ids, self._usual if usual else self._dispatch_arguments(how, max_tokens, operator, flight)
 
     def _valid_quant(self, quant: Quant, max_tokens: int | None, operator: str, flight: int = 0) -> Quant:
         if problem := quant_problem(quant, self.config.mode):
@@ -313,8 +303,8 @@ class MoECommunicator:
 
         Call it outside of compiled functions. It writes the map of experts to device memory, in the order of the
         current stream, so nothing is compiled or captured again. Move the weights before (:func:`ep_ops.moe.moves`).
-        Existing handles keep their routes. With statistics it synchronizes the host, and a dispatch is counted by the
-        placement at its end: wait for all requests before, and do not use a ``previous_handle`` from before.
+        Existing handles keep their routes. With statistics it synchronizes the host, and the load counts a dispatch by
+        the placement at its end: wait for all requests before, and do not use a ``previous_handle`` from before.
 
         Args:
             placement: logical expert of each physical expert, as many as before.
@@ -325,9 +315,9 @@ class MoECommunicator:
         """
         self._agree("place", placement)
         assert self._map is not None
-        if self._counts is not None:
-            self._past = self._past + self._logical(self._counts.read().rows)
-            self._counts.forget_rows()
+        if self._requested is not None:
+            self._past = self._load(self._requested)
+            self._requested.zero_()
         self._map.set(placement)
         self.placement = tuple(placement)
 
@@ -353,20 +343,7 @@ class MoECommunicator:
         everywhere = range(self.num_physical_experts) if self.placement is None else self.placement
         return tuple(everywhere[first : first + count])
 
-    # ------------------------------------------------------------------ statistics
-
-    def stats(self) -> Stats:
-        """Return this rank's counts, and when and for how long ranks waited in the last operations. Synchronizes the
-        host.
-
-        Raises:
-            ValueError: the configuration has no ``statistics``.
-        """
-        totals = self._counted().read()
-        rows, dropped = self._past + self._logical(totals.rows)
-        received, returned = totals.bytes
-        noted = [self.comm.last_operations(rank) for rank in range(self.comm.world_size)]
-        return Stats(self.comm.rank, totals.dispatches, rows, dropped, received, returned, *last(noted))
+    # ------------------------------------------------------------------ load
 
     def load(self) -> Tensor:
         """Return the rows that all ranks requested of each logical expert since the last reset, int64 [E] on the CPU.
@@ -376,26 +353,24 @@ class MoECommunicator:
         Raises:
             ValueError: the configuration has no ``statistics``.
         """
-        counts = self._counts
-        with together(self.comm, "load", None if counts else _NOT_COUNTED):
-            assert counts is not None
-            asked = (self._past + self._logical(counts.read().rows)).sum(0)
-            return self.comm.exchange.all_gather(asked).sum(0).cpu()
+        requested = self._counted()
+        with together(self.comm, "load"):
+            return self.comm.exchange.all_gather(self._load(requested)).sum(0).cpu()
 
-    def reset_stats(self) -> None:
-        """Reset the counts to 0. ValueError if the configuration has no ``statistics``."""
-        self._counted().reset()
+    def reset_load(self) -> None:
+        """Reset this rank's share of the load to 0. ValueError if the configuration has no ``statistics``."""
+        self._counted().zero_()
         self._past = torch.zeros_like(self._past)
 
-    def _counted(self) -> Counts:
-        if self._counts is None:
-            raise ValueError(_NOT_COUNTED)
-        return self._counts
+    def _counted(self) -> Tensor:
+        if self._requested is None:
+            raise ValueError("statistics is False in the configuration, so nothing is counted; allowed: True")
+        return self._requested
 
-    def _logical(self, rows: Tensor) -> Tensor:
-        """Convert counts of this rank's physical experts [2, El] to counts of logical experts [2, E]."""
-        found = torch.zeros_like(self._past)
-        return found.index_add_(1, torch.tensor(self.local_experts, dtype=torch.int64, device="cpu"), rows)
+    def _load(self, requested: Tensor) -> Tensor:
+        """Return the rows requested of this rank's experts by logical expert, int64 [E] on the CPU."""
+        of_local = torch.tensor(self.local_experts, dtype=torch.int64, device="cpu")
+        return self._past.index_add(0, of_local, requested.cpu())
 
     # ------------------------------------------------------------------ lifetime
 

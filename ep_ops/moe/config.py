@@ -30,7 +30,7 @@ class Quant(NamedTuple):
 class MoECommunicatorConfig(Config):
     """Options of a :class:`MoECommunicator`: those of :class:`ep_ops.Config`, and the following.
 
-    They must be equal on all ranks, except ``capacity`` as a number and ``statistics``.
+    They must be equal on all ranks, except ``capacity`` as a number.
 
     Args:
         num_experts: number of logical experts E, which a router's ids name.
@@ -41,6 +41,8 @@ class MoECommunicatorConfig(Config):
             logical expert whose weights it holds. Physical experts are the places for P experts' weights, in contiguous
             blocks on the ranks. A logical expert that is named several times has that many replicas. None: no map,
             logical and physical experts are the same.
+        statistics: as for :class:`ep_ops.Config`, and count the rows of logical experts for
+            :meth:`MoECommunicator.load`.
         mode: kernels for dispatch and combine; gradients always use throughput kernels. "latency", "throughput", or
             "auto": latency kernels for calls whose ``max_tokens`` is at most ``latency_max_tokens``. Results are
             bit-identical. The reference backend checks the mode, and runs the same code in each.
@@ -53,8 +55,6 @@ class MoECommunicatorConfig(Config):
         combine_format: format in which combines send their sums (``Communicator.combine``); empty: the rows' dtype.
         overlap: True: the ``_async`` methods start split operations, which run concurrently with the current stream
             (see ``Communicator.dispatch_start``). False: they run the whole operation.
-        statistics: count rows, drops and bytes on the device for :meth:`MoECommunicator.stats`. Adds a few small tensor
-            operations to each call.
     """
 
     group: Any = None
@@ -65,7 +65,6 @@ class MoECommunicatorConfig(Config):
     quant: Quant = Quant()
     combine_format: str = ""
     overlap: bool = False
-    statistics: bool = False
 
     def of_communicator(self) -> Config:
         """Return the configuration of the communicator, whose experts are the physical ones."""

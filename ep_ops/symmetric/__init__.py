@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from .buffer import SymmetricBuffer, beside_captures
+from .buffer import SymmetricBuffer, beside_captures, peek
 
-__all__ = ["SymmetricBuffer", "allocate", "beside_captures"]
+__all__ = ["SymmetricBuffer", "allocate", "beside_captures", "peek"]
 
 
 def allocate(

@@ -24,6 +24,34 @@ def beside_captures() -> Iterator[None]:
         driver.cuThreadExchangeStreamCaptureMode(mode)
 
 
+def copied(device: torch.device, address: int, nbytes: int) -> torch.Tensor:
+    """Return bytes of device memory, uint8 [nbytes] on the host, without waiting for running kernels. Any thread may
+    call it.
+
+    Raises:
+        RuntimeError: the memory cannot be read.
+    """
+    from cuda.bindings import driver
+
+    found = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    with beside_captures(), torch.cuda.device(device):
+        stream = torch.cuda.Stream(device)
+        (error,) = driver.cuMemcpyDtoHAsync(found.data_ptr(), address, nbytes, stream.cuda_stream)
+        if int(error) != 0:
+            raise RuntimeError(f"reading memory of {device} failed: {error}")
+        stream.synchronize()
+    return found
+
+
+def peek(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor on the host, as :func:`copied` does. Kernels that write to it may be running, so its
+    elements may be of different moments."""
+    if tensor.device.type != "cuda":
+        return tensor.detach().cpu().clone()
+    found = copied(tensor.device, tensor.data_ptr(), tensor.nbytes)
+    return found.view(tensor.dtype).view(tensor.shape)
+
+
 @dataclasses.dataclass
 class SymmetricBuffer:
     """One rank's view of a symmetric allocation, which is zeroed on every rank."""
@@ -41,19 +69,11 @@ class SymmetricBuffer:
         """Return bytes of a rank's buffer, without waiting for running kernels. Any thread may call it."""
         if self.addresses[rank] == 0:
             raise RuntimeError(f"the symmetric memory of rank {rank} is not mapped: it is in another NVLink domain")
-        from cuda.bindings import driver
-
-        copied = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        device = self.local.device
-        with beside_captures(), torch.cuda.device(device):
-            stream = torch.cuda.Stream(device)
-            (error,) = driver.cuMemcpyDtoHAsync(
-                copied.data_ptr(), self.addresses[rank] + first, nbytes, stream.cuda_stream
-            )
-            if int(error) != 0:
-                raise RuntimeError(f"reading the symmetric memory of rank {rank} failed: {error}")
-            stream.synchronize()
-        return bytes(copied.tolist())
+        try:
+            found = copied(self.local.device, self.addresses[rank] + first, nbytes)
+        except RuntimeError as error:
+            raise RuntimeError(f"reading the symmetric memory of rank {rank} failed: {error}") from error
+        return bytes(found.tolist())
 
     def free(self) -> None:
         """Free the memory, which no rank may access any more (barrier first). Calling it again does nothing."""

@@ -286,10 +286,10 @@ def test_moe_communicator(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         output, handle = moe.dispatch(given.x, given.ids, given.weights)
         y = torch.where((handle.route.recv_from >= 0)[:, None], output.x / 3, 0)
         got = moe.combine_async(y, handle).wait() if overlap else moe.combine(y, handle)
+        copies = int((given.ids >= 0).any(1).sum())
+        assert moe.comm.statistics().returned.tolist() == [copies * (128 + 4)]
         assert same(got, moe.comm.combine(y, handle.route, handle.weights, format=WIRE))
         assert not torch.equal(got, moe.comm.combine(y, handle.route, handle.weights))
-        copies = int((given.ids >= 0).any(1).sum())
-        assert moe.stats().returned.tolist() == [copies * (128 + 4)]
         monkeypatch.setattr(moe.comm, "warmup", asked.extend)
         moe.warmup()
     assert asked == [(WIRE, "")]

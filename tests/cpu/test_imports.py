@@ -28,6 +28,7 @@ ROOMS = {
         "ep_ops.arrivals", "ep_ops.formats", "ep_ops.records", "ep_ops.config", "ep_ops.specs", "meta_kernels",
     ),
     "ep_ops.symmetric": ("ep_ops.group",),
+    "ep_ops.statistics": ("ep_ops.formats", "ep_ops.overflow", "ep_ops.records", "ep_ops.symmetric"),
     "ep_ops.backends": (
         "ep_ops.arrivals", "ep_ops.formats", "ep_ops.records", "ep_ops.config", "ep_ops.group", "ep_ops.symmetric",
         "ep_ops.specs", "cute_kernels", "meta_kernels",
@@ -40,13 +41,13 @@ ROOMS = {
     ),
     "ep_ops.methods": (
         "ep_ops.records", "ep_ops.config", "ep_ops.operators", "ep_ops.inputs", "ep_ops.backends", "ep_ops.formats",
-        "ep_ops.overflow", "ep_ops.group", "ep_ops.registry", "meta_kernels",
+        "ep_ops.overflow", "ep_ops.group", "ep_ops.registry", "ep_ops.statistics", "meta_kernels",
     ),
     "ep_ops.creation": ("ep_ops.config", "ep_ops.group", "ep_ops.backends", "ep_ops.registry"),
     "ep_ops.communicator": (
         "ep_ops.records", "ep_ops.config", "ep_ops.checks", "ep_ops.group", "ep_ops.memory", "ep_ops.registry",
         "ep_ops.backends", "ep_ops.arguments", "ep_ops.inputs", "ep_ops.formats", "ep_ops.methods",
-        "ep_ops.operators", "ep_ops.overflow", "ep_ops.creation",
+        "ep_ops.operators", "ep_ops.overflow", "ep_ops.creation", "ep_ops.statistics",
     ),
     "ep_ops.nn": (
         "ep_ops.config", "ep_ops.arrivals", "ep_ops.records", "ep_ops.communicator", "ep_ops.formats", "ep_ops.group",

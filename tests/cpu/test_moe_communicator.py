@@ -212,6 +212,7 @@ def test_handles_are_tensors() -> None:
             return moe.combine(grouped_mm(rows, w, offs), handle)
 
         placements = [REPLICAS, (4, 1, 0, 2, 2, 2, 3, 1), tuple(range(E)) + (0, 0, 0)]
+        asked = [0, 0]
         with torch.no_grad():
             for turn, (placement, moe) in enumerate(itertools.product(placements, (first, first.sibling()))):
                 given, w = drawn(seed + turn, 0, MOST), matrices(seed)
@@ -224,7 +225,9 @@ def test_handles_are_tensors() -> None:
                 plain = dataclasses.replace(given, x=given.x + 1, weights=torch.ones(MOST, K))
                 assert more.weights is None
                 assert_close(back(moe, output.x, more, output.offs, local), dense(plain, w))
-                assert moe.stats().dispatches == 2 * (turn // 2 + 1)  # each counts for itself
+                asked[turn % 2] += 2 * int((given.ids >= 0).sum())
+                assert int(moe.load().sum()) == asked[turn % 2]  # each counts for itself
+                assert moe.comm.statistics().dispatches == 2 * (turn + 1)
         # there, again, and back with weights and without
         assert counter.frame_count == 4
 
@@ -347,7 +350,7 @@ def rejected() -> list[str]:
         note(lambda: moe.dispatch(given.x, given.ids, quant=None if rank else "e4m3/32/mx"))  # type: ignore[arg-type]
         output, handle = moe.dispatch(given.x, given.ids)
         note(lambda: moe.dispatch(given.x, None if rank else given.ids, previous_handle=handle))
-        note(moe.stats)
+        note(moe.reset_load)
         wrong: Any = handle if rank else handle.route
         note(lambda: moe.combine(output.x, wrong))
         note(lambda: moe.dispatch(given.x, None, previous_handle=wrong))

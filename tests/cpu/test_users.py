@@ -355,9 +355,9 @@ def test_statistics_under_a_default_device() -> None:
     with torch.device("meta"), MoECommunicator(config, device="cpu") as moe:
         sent, handle = moe.dispatch(torch.ones(2, 16, device="cpu"), torch.tensor([[1, 2], [1, 4]], device="cpu"))
         moe.combine(sent.x, handle)
-        assert moe.stats().rows.tolist() == [0, 2, 1, 0, 1, 0]
+        assert moe.comm.statistics().rows.tolist() == [0, 2, 1, 0, 1, 0, 0]
         moe.place([5, 4, 3, 2, 1, 0, 0])
-        assert moe.load().tolist() == [0, 2, 1, 0, 1, 0] and moe.stats().received.device.type == "cpu"
+        assert moe.load().tolist() == [0, 2, 1, 0, 1, 0] and moe.comm.statistics().received.device.type == "cpu"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -37,7 +37,7 @@ class Pair:
         bound = shape.max_tokens + draw.randint(0, 2)
         problem = Problem(
             len(shape.experts), shape.experts, shape.top_k, shape.hidden, "fp32", bound + 3, shape.domains,
-            wire_of(shape),
+            wire_of(shape), counts_waits=shape.counts_waits,
         )  # fmt: skip
         self.heap = LatencyHeap(problem, bound)
         depth = DEPTH * (shape.wire == "adversary")

@@ -52,7 +52,7 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
         Shape((2,) * 34, 6, 1, 32), draw, (1, 0, 2), (1, 0, 1), times=1
     ),
     "latency_waits": lambda draw: latency.pair(
-        Shape((2,) * 3, 3, 2, 64), draw, (1, 0, 2), (1, 0, 2), times=3, late=True
+        Shape((2,) * 3, 3, 2, 64, counts_waits=True), draw, (1, 0, 2), (1, 0, 2), times=3, late=True
     ),
     "latency_garbage": lambda draw: latency.garbage(Shape((4,) * 3, 5, 3, 64, share=0.5), draw, 2),
     "latency_across": lambda draw: latency.pair(
@@ -113,7 +113,9 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
         Shape((3, 1, 2), 3, 3, alignment=4), draw, warned=False, known=True
     ),
     "throughput_four_ranks": lambda draw: throughput.steps(Shape((2,) * 4, 2, 3, alignment=2), draw, known=False),
-    "throughput_waits": lambda draw: throughput.steps(Shape((2,) * 3, 2, 3, alignment=2), draw, late=True),
+    "throughput_waits": lambda draw: throughput.steps(
+        Shape((2,) * 3, 2, 3, alignment=2, counts_waits=True), draw, late=True
+    ),
     "across_two": lambda draw: throughput.across(
         Shape((3, 4), 7, 4, hidden=36, alignment=4, domains=((0,), (1,)), wire="nvshmem"), draw
     ),

@@ -38,6 +38,7 @@ class Ranks:
         self.reports = [self.memory.take(4 * REPORT_WORDS, "report", 0) for _ in range(world)]
         self.operations = 0
         self.late: int | None = None
+        self.waited: list[list[list[int]]] = [[] for _ in range(world)]  # of each rank in each operation, for each rank
         self.timeout_ns = 1 << 40
         self.depth = depth if heap.problem.wire is not None else 0
 
@@ -107,6 +108,8 @@ class Ranks:
             if ends:
                 self.check_note(rank)
                 self.check_waits(rank)
+                if self.heap.problem.counts_waits:
+                    self.check_sums(rank)
 
     def check_triggers(self, launches: list[Launch], groups: list[list[Thread]]) -> None:
         """A kernel triggers its dependents if one of them is of the same operation. Latency kernels, of which there is
@@ -161,6 +164,20 @@ class Ranks:
                 assert max(others) < long, f"rank {rank}, which is late, waits {others} in {last}"
             else:
                 assert others.index(max(others)) == self.late and max(others) > long, f"rank {rank} waits {others}"
+
+    def check_sums(self, rank: int) -> None:
+        """Check that a rank has added up the waits of all operations but the last few."""
+        from cute_kernels.heap import NOTES, SUM_LAG, WAIT_BITS
+
+        heap, longs = self.heaps[rank], self.memory.load_long
+        waited = heap + self.heap.offset["waited"] + self.operations % NOTES * 8 * self.world_size
+        use = self.operations // NOTES
+        words = [longs(waited + 8 * peer) for peer in range(self.world_size)]
+        self.waited[rank].append([word & (1 << WAIT_BITS) - 1 if word >> WAIT_BITS == use else 0 for word in words])
+        assert len(self.waited[rank]) == self.operations, "operations that nobody has looked at"
+        sums = [longs(heap + self.heap.offset["waits"] + 8 * peer) for peer in range(self.world_size)]
+        want = [sum(each) for each in zip([0] * self.world_size, *self.waited[rank][:-SUM_LAG], strict=True)]
+        assert sums == want, f"rank {rank} has waited {sums} instead of {want}"
 
     def reported(self, rank: int, clear: bool = True) -> list[tuple[int, int]]:
         """Reason and peer of a rank's first and third records, (0, 0) where nothing is reported; then clears them. (A

@@ -21,7 +21,8 @@ DEPTH = 20
 class Shape:
     """Sizes for which routes are drawn. `slots`: of the padded layout, drawn for each rank; 0: the flat one. `share`:
     of the room that everything would take. `skewed`: most tokens want rank 0. `domains`: the ranks of each NVLink
-    domain, if there are several, and the `wire` between them, with the most `rows` of few tokens in a put."""
+    domain, if there are several, and the `wire` between them, with the most `rows` of few tokens in a put.
+    `counts_waits`: waits for each rank are added up."""
 
     experts: tuple[int, ...]
     top_k: int
@@ -34,6 +35,7 @@ class Shape:
     domains: tuple[tuple[int, ...], ...] = ()
     wire: str = ""
     rows: int = 1
+    counts_waits: bool = False
 
 
 def wire_of(shape: Shape) -> Any:

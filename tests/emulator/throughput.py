@@ -29,8 +29,9 @@ class Steps:
         self.shape, self.draw, self.joining = shape, draw, joining
         bound = shape.max_tokens + draw.randint(0, 3)
         self.problem = Problem(
-            len(shape.experts), shape.experts, shape.top_k, shape.hidden, "fp32", bound, shape.domains, wire_of(shape)
-        )
+            len(shape.experts), shape.experts, shape.top_k, shape.hidden, "fp32", bound, shape.domains, wire_of(shape),
+            counts_waits=shape.counts_waits,
+        )  # fmt: skip
         self.ranks = Ranks(
             Heap(self.problem), draw, mapped=shape.wire != "nvshmem", depth=DEPTH * (shape.wire == "adversary")
         )

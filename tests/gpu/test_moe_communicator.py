@@ -21,10 +21,9 @@ from ep_ops.moe import (
     MoECommunicator,
     MoECommunicatorConfig,
     Quant,
-    plot_begun,
-    plot_waits,
 )
 from ep_ops.nn import expert_lists, gather_rows, interleave, of_rows, reduce_rows
+from ep_ops.statistics import plot_begun, plot_waits
 
 TOKENS, TOP_K, HIDDEN, EACH = 24, 3, 1152, 4
 BOUND = 2 * TOKENS
@@ -37,7 +36,12 @@ WAYS = [("latency", "grouped"), ("latency", "padded"), ("throughput", "grouped")
 def sizes(world_size: int) -> dict[str, Any]:
     """Return the sizes of the inner communicator, with as many physical experts."""
     return dict(
-        num_experts=EACH * world_size, hidden_size=HIDDEN, top_k=TOP_K, max_tokens_per_rank=BOUND, dtype=torch.bfloat16
+        num_experts=EACH * world_size,
+        hidden_size=HIDDEN,
+        top_k=TOP_K,
+        max_tokens_per_rank=BOUND,
+        dtype=torch.bfloat16,
+        statistics=True,
     )
 
 
@@ -100,7 +104,7 @@ def test_beside_the_reference(mode: str, layout: str, seed: int, monkeypatch: An
     another placement in every turn."""
     monkeypatch.setenv("EP_OPS_CHECK", "1")
     rank, world_size = ranks()
-    with torch.no_grad(), made(world_size, mode, layout, quant=QUANT, overlap=True, statistics=True) as moe:
+    with torch.no_grad(), made(world_size, mode, layout, quant=QUANT, overlap=True) as moe:
         moe.warmup()
         for turn, placement in enumerate(placements(world_size)):
             moe.place(placement)
@@ -113,7 +117,7 @@ def test_beside_the_reference(mode: str, layout: str, seed: int, monkeypatch: An
                 y = torch.randn(output.x.shape, device="cuda").bfloat16()
                 moe.combine(y, handle)
                 moe.combine_async(y, handle).wait()
-        moe.stats()
+        moe.comm.statistics()
         moe.check_errors()
 
 
@@ -139,7 +143,7 @@ def computed(output: DispatchOutput, handle: DispatchHandle, of_local: Tensor) -
 def test_placement_changes_between_replays(mode: str, layout: str, seed: int, together: Any, tmp_path: Path) -> None:
     """Each replay of one graph sends ids to the places of its placement, and its sums are right to the bit."""
     rank, world_size = ranks()
-    with torch.no_grad(), made(world_size, mode, layout, statistics=True) as moe:
+    with torch.no_grad(), made(world_size, mode, layout) as moe:
         moe.warmup()
         x, ids, weights = drawn(seed, rank, world_size, BOUND)
         here = torch.tensor(moe.local_experts, device="cuda")
@@ -153,7 +157,9 @@ def test_placement_changes_between_replays(mode: str, layout: str, seed: int, to
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out, handle = step()
-        moe.reset_stats()
+        moe.reset_load()
+        torch.cuda.synchronize()
+        first = moe.comm.statistics()
         load = torch.zeros(logical(world_size), dtype=torch.int64)
         turns = 2 * placements(world_size)
         for turn, placement in enumerate(turns):
@@ -170,14 +176,16 @@ def test_placement_changes_between_replays(mode: str, layout: str, seed: int, to
             with together():
                 assert torch.equal(handle.route.topk_idx, physical(ids, placement, rank)), turn
                 assert torch.equal(out, expected(x, ids, weights)), turn
-        stats, counted = moe.stats(), moe.load()
+        counts, times, counted = moe.comm.statistics(), moe.comm.lateness(), moe.load()
         with together():
-            assert torch.equal(counted, load) and stats.dispatches == len(turns)
-            assert stats.received.sum() == stats.returned.sum() > 0 and not stats.dropped.any()
-            assert 1 < len(stats.operations) <= 16 and stats.begun.shape == (world_size, len(stats.operations))
-            assert (stats.begun >= 0).all() and (stats.begun.amin(0) == 0).all()
-            assert stats.waits.shape == (world_size, *stats.begun.shape) and (stats.waits >= 0).all()
-            assert "latest on average: rank" in plot_begun(stats, tmp_path / "begun.svg").read_text(encoding="utf-8")
+            assert torch.equal(counted, load) and counts.dispatches - first.dispatches == len(turns)
+            assert counts.operations - first.operations == 2 * len(turns)
+            received, returned = (counts.received - first.received).sum(), (counts.returned - first.returned).sum()
+            assert received == returned > 0 and not counts.dropped.any()
+            assert 1 < len(times.operations) <= 16 and times.begun.shape == (world_size, len(times.operations))
+            assert (times.begun >= 0).all() and (times.begun.amin(0) == 0).all()
+            assert times.waits.shape == (world_size, *times.begun.shape) and (times.waits >= 0).all()
+            assert "latest on average: rank" in plot_begun(times, tmp_path / "begun.svg").read_text(encoding="utf-8")
         moe.check_errors()
 
 
@@ -185,10 +193,12 @@ def test_placement_changes_between_replays(mode: str, layout: str, seed: int, to
 def test_a_late_rank_shows(mode: str, seed: int, together: Any, tmp_path: Path) -> None:
     """One that is busy with something else before each of its operations: it begins late, and is waited for."""
     rank, world_size = ranks()
-    with torch.no_grad(), made(world_size, mode, statistics=True) as moe:
+    with torch.no_grad(), made(world_size, mode) as moe:
         moe.warmup()
         x, ids, weights = drawn(seed, rank, world_size, TOKENS)
         slowest = world_size - 1
+        torch.cuda.synchronize()
+        before = moe.comm.statistics()
         for _ in range(10):
             if rank == slowest:
                 torch.cuda._sleep(4_000_000)  # some 2 ms
@@ -197,9 +207,14 @@ def test_a_late_rank_shows(mode: str, seed: int, together: Any, tmp_path: Path) 
         torch.cuda.synchronize()
         if dist.is_initialized():
             dist.barrier()
-        stats = moe.stats()
+        stats, waited = moe.comm.lateness(), moe.comm.statistics().waited - before.waited
         with together():
+            assert (waited >= 0).all() and waited[rank] == 0
             if world_size > 1 and AT_ONCE:
+                if rank == slowest:
+                    assert waited.max() < 8 * 2e-4, waited
+                else:
+                    assert int(waited.argmax()) == slowest and waited.max() > 8 * 2e-4, waited
                 assert int(stats.late.argmax()) == slowest and stats.late[slowest] > 2e-4
                 # Every other rank has waited for it most, and it for nobody so long.
                 own = (stats.waits.mean(2) * (1 - torch.eye(world_size))).tolist()
@@ -246,7 +261,7 @@ def test_two_requests_under_way(mode: str, layout: str, seed: int, together: Any
 def test_compiled(layout: str, seed: int, together: Any) -> None:
     """A layer compiles to one graph with gradients; another placement does not compile it again."""
     rank, world_size = ranks()
-    with made(world_size, layout=layout, statistics=True) as moe:
+    with made(world_size, layout=layout) as moe:
         moe.warmup()
         run = torch.compile(layer, fullgraph=True, dynamic=False)
         of_local = torch.empty(moe.comm.num_local_experts, 1, dtype=torch.bfloat16, device="cuda")

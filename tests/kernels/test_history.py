@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cute_kernels import marks
-from cute_kernels.heap import BEGUN, GAVE_UP, MET, NOTE_WORDS, NOTES, WAIT_BITS, WAIT_UNIT
+from cute_kernels.heap import BEGUN, EPOCH, GAVE_UP, MET, NOTE_WORDS, NOTES, WAIT_BITS, WAIT_UNIT, Heap, Problem
 from cute_kernels.sync import FAILED_BY_PEER
 from ep_ops.backends.cute import history, watch
 from ep_ops.backends.cute.failures import Failures
@@ -92,6 +92,19 @@ def test_what_people_read() -> None:
 def begun(*numbers: int) -> bytes:
     """The marks with which ranks have begun operations of a bank; with 0, none yet."""
     return struct.pack(f"<{len(numbers)}q", *(number << marks.SHIFT | marks.pack("plan", 8) for number in numbers))
+
+
+def test_counts_of_operations_and_waits() -> None:
+    """The host reads the epoch and the sums of waits from where kernels write them."""
+    heap = Heap(Problem(3, (2, 2, 2), 2, 64, "bf16", 8, counts_waits=True))
+    memory = bytearray(heap.nbytes)
+    struct.pack_into("<q", memory, 8 * EPOCH, 2**40 + 8)
+    struct.pack_into("<3q", memory, heap.offset["waits"], 5, 0, 2**40 + 1)
+    made: Any = object.__new__(Failures)
+    made._heap, made._rank = heap, 1
+    made._memory = SimpleNamespace(read=lambda rank, first, nbytes: bytes(memory[first : first + nbytes]) * (rank == 1))
+    assert made.operations() == 2**40 + 7
+    assert made.waited() == pytest.approx([5 * 1.024e-6, 0.0, (2**40 + 1) * 1.024e-6], rel=1e-12)
 
 
 def test_ranks_that_have_not_begun_are_named() -> None:

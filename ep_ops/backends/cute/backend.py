@@ -481,6 +481,12 @@ class CuteBackend:
     def last_operations(self, rank: int) -> list[Operation]:
         return self._failures.last_operations(rank)
 
+    def operations(self) -> int:
+        return self._failures.operations()
+
+    def waited(self) -> list[float]:
+        return self._failures.waited()
+
     def call_on_failure(self, callback: Callable[[str], None]) -> None:
         self._failures.callbacks.append(callback)
 

@@ -166,6 +166,15 @@ class Failures:
         (epoch,) = struct.unpack("<q", self._memory.read(rank, EPOCH * 8, 8))
         return history.operations(notes, waited, hellos, epoch)
 
+    def operations(self) -> int:
+        """Return the number of operations that this rank has ended; latency kernels count when they run."""
+        return self._epoch() - 1
+
+    def waited(self) -> list[float]:
+        """Return the sums of this rank's waits for each rank, in seconds."""
+        held = self._read(self._heap.offset["waits"], self._heap.size["waits"])
+        return history.seconds(held)
+
     def let_go(self) -> None:
         """Release the views of symmetric memory, so that garbage collection of this object cannot delay freeing it."""
         self._state = self._state.new_empty(0)

@@ -57,6 +57,11 @@ def _seconds(word: int, use: int) -> float:
     return ((word & (1 << WAIT_BITS) - 1) << WAIT_UNIT) * 1e-9 if word >> WAIT_BITS == use else 0.0
 
 
+def seconds(waits: bytes) -> list[float]:
+    """Return a rank's sums of waits (`Problem.counts_waits`), in seconds."""
+    return [(word << WAIT_UNIT) * 1e-9 for (word,) in struct.iter_unpack("<q", waits)]
+
+
 def describe(rank: int, noted: Iterable[Operation]) -> str:
     """Return a line that describes the latest operations of a rank."""
     lines = [_of_one(operation) for operation in list(noted)[:LISTED_OPERATIONS]]

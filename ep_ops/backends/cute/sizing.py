@@ -117,6 +117,7 @@ def _in_rounds_of(config: Config, tokens: int) -> Problem:
         max_tokens=tokens,
         domains=config.domains if across(config) else (),
         route_tokens=config.max_tokens_per_rank if tokens < config.max_tokens_per_rank else 0,
+        counts_waits=config.statistics,
     )
 
 

@@ -274,6 +274,12 @@ class ReferenceBackend:
         """Return nothing: operations are not recorded."""
         return []
 
+    def operations(self) -> int:
+        return self._meeting.operations
+
+    def waited(self) -> list[float]:
+        return [1e-9 * nanoseconds for nanoseconds in self._meeting.waited]
+
     def has_failed(self) -> bool:
         return self._waits.failed is not None
 

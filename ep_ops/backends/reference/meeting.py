@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Literal
 
@@ -37,6 +38,10 @@ class Meeting:
         self._waits, self._name, self._number = waits, name, number
         self._rows, self._exchange = rows, rows.exchange
         self._rank, self._world_size = rows.ranks.rank, rows.ranks.world_size
+        self.operations = 0
+        self.waited = [0] * self._world_size
+        """How long this rank has waited for each rank in all meetings but the last, in nanoseconds."""
+        self._lasted = 0  # how long the last meeting took here
 
     def along(self, operator: str, same: dict[str, int], route: Route, problem: str | None = None) -> None:
         """Meet, and check that both ends of the route expect the same number of rows."""
@@ -85,19 +90,29 @@ class Meeting:
 
     def of_method(self, call: str, problem: str | None, values: Sequence[int]) -> Tensor:
         """Meet before the exchanges of a method, and return ``values`` of all ranks."""
-        gathered, rejections = self.gather(call, problem, values)
+        gathered, rejections = self._gather(call, problem, values)
         self.stage = "settled"
         if rejections:
             raise ValueError(problem or "; ".join(rejections))
         return gathered
 
     def gather(self, call: str, problem: str | None, values: Sequence[int] = ()) -> tuple[Tensor, list[str]]:
-        """Return ``values`` of all ranks, [W, at least as many], and the reasons of the ranks that reject the call."""
+        """Meet in an operation. Return ``values`` of all ranks, [W, at least as many], and the reasons of the ranks
+        that reject the call."""
+        self.operations += 1
+        return self._gather(call, problem, values)
+
+    def _gather(self, call: str, problem: str | None, values: Sequence[int]) -> tuple[Tensor, list[str]]:
         self._waits.begin(call)
         self.stage = "within"
+        begun, values = time.monotonic_ns(), (self._lasted, *values)
         gathered, rejections, differ = meeting.gather(self._exchange, call, self._name, self._number, problem, values)
         if differ or rejections:
             self.stage = "settled"
         if differ:
             raise RuntimeError(differ)
-        return gathered, rejections
+        # A meeting ends on all ranks at about one time. The last one took a rank shorter by how much later it came.
+        for rank, lasted in enumerate(gathered[:, 0].tolist()):
+            self.waited[rank] += max(0, self._lasted - lasted)
+        self._lasted = time.monotonic_ns() - begun
+        return gathered[:, 1:], rejections

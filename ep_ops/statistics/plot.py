@@ -8,20 +8,20 @@ from xml.sax.saxutils import escape
 
 import torch
 
-from .statistics import Stats
+from .lateness import Lateness
 
 _CELL, _LEFT, _TOP, _RIGHT = 26, 80, 62, 120
 _LEAST = 500  # width of the heading
 
 
-def plot_begun(stats: Stats, path: str | Path) -> Path:
+def plot_begun(lateness: Lateness, path: str | Path) -> Path:
     """Write an SVG that shows how much later than the first rank each rank began each of the last operations.
 
     It has a line for each rank and a cell for each operation; darker is later. The mean in µs follows each line, and
     the heading names the rank that is latest on average.
 
     Args:
-        stats: result of :meth:`MoECommunicator.stats`.
+        lateness: result of :meth:`Communicator.lateness`.
         path: the file to write.
 
     Returns:
@@ -30,16 +30,16 @@ def plot_begun(stats: Stats, path: str | Path) -> Path:
     Raises:
         ValueError: no operation was recorded by all ranks (the reference backend records none).
     """
-    _reject_none(stats)
-    late = (stats.begun * 1e6).tolist()
-    means = (stats.late * 1e6).tolist()
+    _reject_none(lateness)
+    late = (lateness.begun * 1e6).tolist()
+    means = (lateness.late * 1e6).tolist()
     heads = ("How much later than the first rank each one began", f"latest on average: {_worst(means)}")
-    names = [f"operation {number}" for number in stats.operations]
-    foot = f"operations {stats.operations[0]} to {stats.operations[-1]} of the communicator"
+    names = [f"operation {number}" for number in lateness.operations]
+    foot = f"operations {lateness.operations[0]} to {lateness.operations[-1]} of the communicator"
     return _grid(Path(path), heads, late, names, ("mean, µs", means), foot)
 
 
-def plot_waits(stats: Stats, path: str | Path) -> Path:
+def plot_waits(lateness: Lateness, path: str | Path) -> Path:
     """Write an SVG that shows how long each rank waited for each other rank.
 
     It has a line for each waiting rank and a cell for each awaited rank, the mean over the last operations of the
@@ -48,21 +48,23 @@ def plot_waits(stats: Stats, path: str | Path) -> Path:
 
     Arguments, result and errors are those of :func:`plot_begun`.
     """
-    _reject_none(stats)
-    ranks = stats.waits.shape[0]
-    means = (stats.waits.mean(2) * (1 - torch.eye(ranks, device="cpu")) * 1e6).tolist()  # µs; nobody waits for itself
+    _reject_none(lateness)
+    ranks = lateness.waits.shape[0]
+    of_others = 1 - torch.eye(ranks, device="cpu")
+    means = (lateness.waits.mean(2) * of_others * 1e6).tolist()  # µs
     heads = (
         "For how long each rank waited for each other one",
-        f"waited for most: {_worst((stats.awaited * 1e6).tolist())}",
+        f"waited for most: {_worst((lateness.awaited * 1e6).tolist())}",
     )
     names = [f"wait for rank {rank}" for rank in range(ranks)]
-    foot = f"from left to right: for ranks 0 to {ranks - 1}; operations {stats.operations[0]} to {stats.operations[-1]}"
+    first, last = lateness.operations[0], lateness.operations[-1]
+    foot = f"from left to right: for ranks 0 to {ranks - 1}; operations {first} to {last}"
     return _grid(Path(path), heads, means, names, ("longest, µs", [max(row) for row in means]), foot)
 
 
-def _reject_none(stats: Stats) -> None:
-    if not stats.operations:
-        raise ValueError("stats has no operations that all ranks have recorded; allowed: those of the cute backend")
+def _reject_none(lateness: Lateness) -> None:
+    if not lateness.operations:
+        raise ValueError("lateness has no operations that all ranks have recorded; allowed: those of the cute backend")
 
 
 def _worst(of_rank: Sequence[float]) -> str:
