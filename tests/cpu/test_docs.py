@@ -89,16 +89,15 @@ flights: cpu/test_operators_split::test_an_exception_between_start_and_wait
 ids: kernels/test_interrupted::test_a_value_that_kernels_rejected gpu/test_failures::test_bad_expert
 ids: cpu/test_reference::test_every_rank_raises
 different: gpu/test_failures::test_order_mismatch gpu/test_failures::test_token_bounds_differ
-different: cpu/test_waits::test_ranks_that_do_not_come
+    cpu/test_waits::test_ranks_that_do_not_come
 methods: cpu/test_call_order::test_methods_out_of_order
 threads: cpu/test_call_order::test_threads
 communicators: cpu/test_meeting::test_communicators_in_different_orders
-communicators: gpu/test_rejections::test_communicators_in_different_orders
+    gpu/test_rejections::test_communicators_in_different_orders
 late: cpu/test_waits::test_ranks_that_do_not_come kernels/test_marks::test_waiting kernels/test_marks::test_watch
 absent: cpu/test_waits::test_ranks_that_do_not_come gpu/test_failures::test_absent_rank
 skips: cpu/test_waits::test_ranks_that_do_not_come gpu/test_failures::test_absent_rank
-leaves: cpu/test_call_order::test_leaving_by_an_exception
-leaves: kernels/test_interrupted::test_a_rank_that_has_left
+leaves: cpu/test_call_order::test_leaving_by_an_exception kernels/test_interrupted::test_a_rank_that_has_left
 child: cpu/test_call_order::test_a_child_process
 argument: cpu/test_call_order::test_an_argument_that_is_wrong_on_one_rank
 destroy: cpu/test_communicator::test_destroy_does_not_wait_for_ever
