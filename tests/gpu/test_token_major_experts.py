@@ -37,7 +37,7 @@ def test_gradient_of_weighted_swiglu(dtype, hidden, seed):
     draw = random.Random(seed)
     of = segments(draw, 0, alignment=4)
     x, grad = of.poisoned(2 * hidden, dtype, draw), of.poisoned(hidden, dtype, draw)
-    weights = of.poisoned(1, torch.float32, draw)[:, 0].contiguous()
+    weights = of.poisoned(1, torch.float32, draw, 0.5)[:, 0].contiguous()
     ints = [torch.tensor(values, dtype=torch.int32) for values in (of.offs, of.counts)]
     wanted = SWIGLU_WEIGHTED_BACKWARD(grad, x, weights, *ints, 4)
     results = [SWIGLU_WEIGHTED_BACKWARD(*(tensor.cuda() for tensor in (grad, x, weights, *ints)), 4) for _ in range(2)]
