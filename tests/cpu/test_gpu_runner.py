@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,9 +49,6 @@ def made():
 @pytest.mark.parametrize("i", range(40))
 def test_many(i): pass
 
-def test_hangs():
-    time.sleep(300)
-
 def test_last(): pass
 """
 THIRD = """
@@ -53,6 +56,17 @@ import lockstep
 
 def test_uses_up_the_time():
     lockstep.END = 0.0
+
+def test_not_run(): pass
+"""
+INTERRUPTED = """
+import os, signal, time
+
+def test_passes(): pass
+
+def test_interrupts_the_run():
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(600)
 
 def test_not_run(): pass
 """
@@ -66,27 +80,149 @@ def run(folder: Path, *options: str) -> tuple[int, dict, str]:
     return ended.returncode, json.loads(out.read_text()), ended.stdout + ended.stderr
 
 
-def test_what_fails_dies_or_hangs_is_told_and_the_rest_runs(tmp_path: Path) -> None:
-    """Both ranks run every test in the same order. Tests behind one that ends a process, or hangs, run in new ones.
-    When the time is over, the rest is left out."""
+def test_what_fails_or_dies_is_told_and_the_rest_runs(tmp_path: Path) -> None:
+    """Both ranks run every test in the same order. Tests behind one that ends a process run in new ones. When the time
+    is over, the rest is left out."""
     (tmp_path / "test_first.py").write_text(FIRST)
     (tmp_path / "test_second.py").write_text(SECOND)
     (tmp_path / "test_third.py").write_text(THIRD)
-    code, found, said = run(tmp_path, "--ranks", "2", "--patience", "8")
+    code, found, said = run(tmp_path, "--ranks", "2")
     assert code == 1, said
     (stage,) = found["stages"]
     by_name = {test["test"].split("::")[1]: test for test in stage["tests"]}
-    assert len(by_name) == 5 + 42 + 2, said
+    assert len(by_name) == 5 + 41 + 2, said
     outcomes = {name: test["outcome"] for name, test in by_name.items() if not name.startswith("test_many")}
     assert outcomes == {
         "test_passes": "passed", "test_fails_on_one_rank": "failed", "test_skipped": "skipped",
-        "test_ends_its_process": "failed", "test_behind": "passed", "test_hangs": "failed", "test_last": "passed",
+        "test_ends_its_process": "failed", "test_behind": "passed", "test_last": "passed",
         "test_uses_up_the_time": "passed", "test_not_run": "not run",
     }, said  # fmt: skip
     assert {test["outcome"] for name, test in by_name.items() if name.startswith("test_many")} == {"passed"}
     assert "only rank 1" in by_name["test_fails_on_one_rank"]["text"]
     assert "rank 1 ended with 7" in by_name["test_ends_its_process"]["text"]
-    assert "no news for 8 s" in by_name["test_hangs"]["text"]
     assert by_name["test_skipped"]["reason"] == "needs something"
     assert found["commit"] == "abc" and "| test_first.py | 2, 1, 2, 0, " in said, said
     assert "skipped, 2, test_first.py: 1 × needs something" in said
+    assert (tmp_path / "out.txt").read_text() in said
+
+
+def test_an_interrupted_run_has_a_table(tmp_path: Path) -> None:
+    """SIGTERM, which `timeout` sends, ends all processes; what has run is in the results and in the table."""
+    (tmp_path / "test_interrupted.py").write_text(INTERRUPTED)
+    code, found, said = run(tmp_path, "--ranks", "1")
+    outcomes = [test["outcome"] for test in found["stages"][0]["tests"]]
+    assert code == 1 and outcomes == ["passed", "not run", "not run"], said
+    assert "interrupted" in said and "| test_interrupted.py | 1, 0, 0, 2, " in said, said
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """tests/gpu/run.py as a module."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    spec = importlib.util.spec_from_file_location("gpu_runner", ROOT / "tests/gpu/run.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "gpu_runner", module)
+    spec.loader.exec_module(module)
+    folders = types.SimpleNamespace(mkdtemp=lambda prefix: str(tmp_path_factory.mktemp(prefix)))
+    monkeypatch.setattr(module, "tempfile", folders)
+    return module
+
+
+def test_a_group_that_hangs_is_replaced(runner: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """After too long without news the test that runs has failed, and new processes run those behind it."""
+    now, popen = [1000.0], subprocess.Popen
+    clock = types.SimpleNamespace(time=lambda: now[0], sleep=lambda seconds: None)
+    idle = functools.partial(popen, ["sleep", "600"], start_new_session=True)
+    monkeypatch.setattr(runner, "time", clock)
+    monkeypatch.setattr(runner, "gpus", lambda: ([], None, "no GPU"))
+    (tmp_path / "test_x.py").write_text("")
+    made = runner.Run(runner.read(["--folder", str(tmp_path), "--ranks", "2", "--patience", "20"]))
+    monkeypatch.setattr(runner, "subprocess", types.SimpleNamespace(Popen=lambda *a, **k: idle()))
+    (stage,) = made.stages
+    group = runner.Group(made, stage, 0)
+    made.groups.append(group)
+
+    def say(rank: int, **line: Any) -> None:
+        with open(made.folder / f"{group.label}-{rank}.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    try:
+        for rank in range(2):
+            say(rank, collected=["first", "hangs", "behind"])
+            say(rank, begin="first")
+            say(rank, test="first", outcome="passed")
+            say(rank, begin="hangs")
+        group.poll()
+        first = group.processes
+        now[0] += 19.0
+        group.poll()
+        assert group.processes is first and stage.tests["first"]["outcome"] == "passed"
+        now[0] += 2.0
+        group.poll()
+        assert stage.tests["hangs"]["outcome"] == "failed" and "no news for 20 s" in stage.tests["hangs"]["text"]
+        assert all(process.poll() is not None for process in first) and group.starts == 2
+        assert json.loads(made.begun_file(stage).read_text()) == ["first", "hangs"]  # not run again
+        now[0] += 100.0  # processes that start have more time
+        group.poll()
+        assert group.starts == 2
+    finally:
+        group.kill()
+
+
+LISTED = """0, GPU-aa, NVIDIA H100, 9.0, 580.1
+1, GPU-bb, NVIDIA H100, 9.0, 580.1
+2, GPU-cc, NVIDIA H100, 9.0, 580.1
+3, GPU-dd, NVIDIA H100, 9.0, 580.1
+"""
+
+
+@pytest.mark.parametrize(("visible", "ids"), [
+    (None, "aa bb cc dd"), ("2,0", "cc aa"), ("GPU-bb", "bb"), ("", ""),
+])  # fmt: skip
+def test_only_visible_gpus_are_used(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, visible: str | None, ids: str
+) -> None:
+    listed = types.SimpleNamespace(stdout=LISTED)
+    monkeypatch.setattr(runner.subprocess, "run", lambda *args, **options: listed)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found, arch, machine = runner.gpus()
+    assert found == [f"GPU-{name}" for name in ids.split()]
+    assert arch == ("sm_90a" if found else None)
+    assert machine == (f"{len(found)} × NVIDIA H100, driver 580.1" if found else "no GPU")
+
+
+class FakeMps:
+    """A daemon that always starts."""
+
+    def __init__(self, folder: Path, gpu: str = "") -> None:
+        self.folder, self.problem = folder, ""
+
+    def env(self, percentage: int, queues: int = 0) -> dict[str, str]:
+        return {"pipe": self.folder.name, "share": str(percentage)}
+
+
+def test_groups_on_several_gpus(runner: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With --gpus the ranks of a group share a GPU, and groups are spread over the GPUs, each with its own daemon."""
+    monkeypatch.setattr(runner, "gpus", lambda: (["GPU-aa", "GPU-bb", "GPU-cc"], "sm_90a", "three"))
+    monkeypatch.setattr(runner, "Mps", FakeMps)
+    for name in ("test_x.py", *runner.ALONE):
+        (tmp_path / name).write_text("")
+    given = ["--folder", str(tmp_path), "--ranks", "1 2 4"]
+    made = runner.Run(runner.read([*given, "--gpus", "2"]))
+    assert [(stage.name, stage.groups, stage.percentage) for stage in made.stages] == [
+        ("1", 8, 25), ("1 alone", 2, 0), ("2", 4, 25), ("2 alone", 2, 50), ("4", 2, 25), ("4 alone", 2, 25),
+    ]  # fmt: skip
+    assert [place.env(25) for place in made.places] == [
+        {"CUDA_VISIBLE_DEVICES": f"GPU-{name}", "pipe": f"mps{i}", "share": "25"} for i, name in enumerate(("aa", "bb"))
+    ]
+    assert made.places[1].env() == {"CUDA_VISIBLE_DEVICES": "GPU-bb"}
+    made = runner.Run(runner.read(given))
+    assert [(stage.name, stage.groups) for stage in made.stages if "alone" not in stage.name] == [
+        ("1", 4), ("2", 1), ("4", 2),
+    ]  # fmt: skip
+    assert made.places[0].env() == {}
+    with pytest.raises(SystemExit, match="--gpus is 4; allowed: at most 3"):
+        runner.Run(runner.read([*given, "--gpus", "4"]))

@@ -30,7 +30,7 @@ STAGE = os.environ["EP_OPS_GPU_STAGE"]
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 END = float(os.environ["EP_OPS_GPU_END"])
 """Unix time after which no test begins."""
-PART = 24
+PART = 12
 """Tests of a part. Files whose fixtures serve all of their tests are one part."""
 WHOLE = ("test_overlap.py", "test_progress.py")
 TEXT = 3000

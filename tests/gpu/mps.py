@@ -15,8 +15,9 @@ PROBE = "import torch; assert int(torch.ones(8, device='cuda').sum()) == 8"
 class Mps:
     """A daemon of this process's own. `problem` says why there is none."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.problem = folder, ""
+    def __init__(self, folder: Path, gpu: str = "") -> None:
+        """``gpu``: id of the only GPU that its processes may use; empty: those that are visible."""
+        self.folder, self.gpu, self.problem = folder, gpu, ""
         if shutil.which(CONTROL) is None:
             self.problem = f"{CONTROL} is not installed"
             return
@@ -45,6 +46,7 @@ class Mps:
             "CUDA_MPS_PIPE_DIRECTORY": str(self.folder / "pipe"),
             "CUDA_MPS_LOG_DIRECTORY": str(self.folder / "log"),
             "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percentage),
+            **({"CUDA_VISIBLE_DEVICES": self.gpu} if self.gpu else {}),
             **({"CUDA_DEVICE_MAX_CONNECTIONS": str(queues)} if queues else {}),
         }
 

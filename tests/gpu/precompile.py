@@ -320,7 +320,7 @@ def listed(world_size: int, files: Sequence[str], seed: int) -> Iterator[tuple[s
 def main() -> None:
     folder, world_size, *files = sys.argv[1:]
     for number, (file, found) in enumerate(listed(int(world_size), files, int(os.environ["EP_OPS_TEST_SEED"]))):
-        ask(Path(folder), LATER, f"{number:02d}-{file}-{world_size}", found)
+        ask(Path(folder), LATER, f"{int(world_size):02d}-{number:02d}-{file}", found)
 
 
 if __name__ == "__main__":

@@ -4,17 +4,21 @@
     python tests/gpu/run.py --ranks "1 2" --out results.json       # all files on 1 and on 2 ranks
     python tests/gpu/run.py --many 72 --deaths                     # what starts many processes
     python tests/gpu/run.py --ranks 2 --seconds 500 test_latency.py test_gather.py
+    python tests/gpu/run.py --ranks "1 2 4" --gpus 4 --seconds 540 --out results.json
 
 Ranks that share a GPU run at the same time under MPS, if it is available and there are at most four on a GPU; otherwise
-they take turns. Where a GPU has room, several groups of ranks run different files at the same time. Meanwhile other
-processes compile kernels (precompile.py). A test that hangs or ends its process counts as failed; the tests behind it
-run in new processes.
+they take turns. Where a GPU has room, several groups of ranks run different files at the same time. Each rank has a GPU
+of its own where there are enough; with `--gpus` all ranks of a group share one, and other groups use the other GPUs.
+Meanwhile other processes compile kernels (precompile.py). A test that hangs or ends its process counts as failed; the
+tests behind it run in new processes. Results and table are written while tests run, and a run that is interrupted
+(SIGINT, SIGTERM) ends with those that there are.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -42,7 +46,10 @@ RANKS, PROCESSES = "1 2 4", "8 18 72"
 """Numbers of ranks for all files, and for `MANY` alone."""
 MANY = "test_many.py"
 OWN_PROCESSES = "test_deaths.py"
-FIRST = ("test_domains.py", "test_live_rows.py", "test_latency.py", "test_token_major.py", "test_domains_steps.py")
+FIRST = (
+    "test_domains.py", "test_few_rows.py", "test_live_rows.py", "test_latency.py", "test_throughput.py",
+    "test_token_major.py", "test_domains_steps.py",
+)  # fmt: skip
 """The longest files begin first."""
 MOST_UNDER_MPS = 4
 """Processes of a GPU under MPS: each needs 21 multiprocessors of 132."""
@@ -81,6 +88,19 @@ class Stage:
         return {**{key: getattr(self, key) for key in shown}, "seconds": round(self.seconds, 1), "tests": tests}
 
 
+@dataclasses.dataclass
+class Place:
+    """The GPUs that a group uses: all, or the one with this id. `mps` is their daemon; None: without MPS."""
+
+    gpu: str = ""
+    mps: Any = None
+
+    def env(self, percentage: int = 0, queues: int = 0) -> dict[str, str]:
+        """Variables of a process that uses them; `percentage` and `queues` as in :class:`Stage`."""
+        shared = self.mps.env(percentage, queues) if percentage else {}
+        return shared | ({"CUDA_VISIBLE_DEVICES": self.gpu} if self.gpu else {})
+
+
 class Group:
     """The processes of the ranks that run tests in lockstep."""
 
@@ -105,7 +125,8 @@ class Group:
         self.read = [0] * max(1, stage.ranks)
         self.news = time.time()
         run.begun_file(stage).write_text(json.dumps(sorted(run.begun(stage))))
-        env = os.environ | run.env | (run.mps.env(stage.percentage, stage.queues) if stage.percentage else {})
+        place = run.places[self.number % len(run.places)]
+        env = os.environ | run.env | place.env(stage.percentage, stage.queues)
         env |= {
             "EP_OPS_GPU_GROUP": self.label, "EP_OPS_GPU_STAGE": stage.name.replace(" ", "-"),
             "EP_OPS_GPU_END": str(run.end - GRACE), "EP_OPS_GPU_PARTS": " ".join(map(str, self.parts)),
@@ -242,13 +263,22 @@ class Run:
             "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
         }  # fmt: skip
-        self.gpus, self.arch, machine = gpus()
+        found, self.arch, machine = gpus()
+        if args.gpus > len(found):
+            raise SystemExit(f"--gpus is {args.gpus}; allowed: at most {len(found)}, the GPUs that are visible")
+        self.gpus = args.gpus or len(found)
         self.groups: list[Group] = []
         self.written = 0.0
         few = args.turns or self.gpus == 0
-        self.mps: Any = None if few else Mps(self.folder / "mps")
-        self.side_by_side = self.mps is not None and not self.mps.problem
-        why = "" if self.side_by_side else f" ({'not requested' if few else self.mps.problem})"
+        self.places = [Place(gpu) for gpu in found[: args.gpus]] or [Place()]
+        if not few:
+            with concurrent.futures.ThreadPoolExecutor() as pool:
+                daemons = pool.map(lambda i: Mps(self.folder / f"mps{i}", self.places[i].gpu), range(len(self.places)))
+                for place, daemon in zip(self.places, daemons, strict=True):
+                    place.mps = daemon
+        problems = ["not requested"] if few else [place.mps.problem for place in self.places if place.mps.problem]
+        self.side_by_side = not problems
+        why = "" if self.side_by_side else f" ({problems[0]})"
         self.facts = {
             "machine": machine, "commit": commit(), "seed": self.seed, "cores": os.cpu_count(),
             "mps": self.side_by_side, "cache": os.environ.get("EP_OPS_CACHE_DIR", ""),
@@ -272,17 +302,20 @@ class Run:
         args = self.args
         some = args.ranks or args.many or args.deaths
         for ranks in map(int, (args.ranks if some else RANKS).split()):
-            each = -(-ranks // max(1, self.gpus))
+            each = ranks if args.gpus else -(-ranks // max(1, self.gpus))
             together = self.side_by_side and each <= MOST_UNDER_MPS
             together = together and (ranks == 1 or each > 1 or args.groups > 1)  # whole GPUs where there are enough
             groups = (self.args.groups or MOST_UNDER_MPS // each) if together else 1
+            places = len(self.places)
             alone = [name for name in files if name in ALONE]
             rest = [name for name in files if name not in ALONE]
             if rest:
-                stages.append(Stage(f"{ranks}", ranks, rest, groups, 100 // (each * groups) if together else 0))
+                share = 100 // (each * groups) if together else 0
+                stages.append(Stage(f"{ranks}", ranks, rest, groups * places, share))
             if alone:
                 share = 100 // each if together and each > 1 else 0
-                stages.append(Stage(f"{ranks} alone", ranks, alone, 1, share, QUEUES // each if share else 0))
+                queues = QUEUES // each if share else 0
+                stages.append(Stage(f"{ranks} alone", ranks, alone, min(places, len(alone)), share, queues))
         if MANY in (asked or found):
             many = args.many if some else PROCESSES
             stages += [Stage(f"{ranks} many", ranks, [MANY]) for ranks in map(int, many.split())]
@@ -305,19 +338,26 @@ class Run:
         return self.folder / f"begun-{stage.name.replace(' ', '-')}.json"
 
     def go(self) -> int:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         with self.compiling():
             try:
+                for stage in self.stages:
+                    self.list_kernels(stage)
                 for stage, following in zip(self.stages, [*self.stages[1:], None], strict=True):
                     if time.time() < self.end - GRACE:
                         self.start(stage)
                         if following is not None and max(stage.ranks, following.ranks) <= MOST_UNDER_MPS:
                             self.start(following)  # starting takes time, and little else
                         self.run(stage)
+            except KeyboardInterrupt:
+                self.end = 0.0
+                self.say("interrupted")
             finally:
                 for group in self.groups:
                     group.kill()
-                if self.mps is not None and not self.mps.problem:
-                    self.mps.stop()
+                for place in self.places:
+                    if place.mps is not None and not place.mps.problem:
+                        place.mps.stop()
                 self.write()
         print(*table(self.record()), sep="\n", flush=True)
         if self.args.logs:
@@ -330,7 +370,6 @@ class Run:
         """Start the processes of a stage, which wait, unless they have been started."""
         if any(group.stage is stage for group in self.groups):
             return
-        self.list_kernels(stage)
         for number in range(stage.groups):
             self.groups.append(Group(self, stage, number))
 
@@ -379,7 +418,7 @@ class Run:
         finally:
             (self.folder / "end").touch()
             try:
-                server.wait(30)
+                server.wait(30 if self.end else 3)
             except subprocess.TimeoutExpired:
                 server.kill()
             self.say((self.folder / "compiling.log").read_text()[-500:].strip())
@@ -402,9 +441,13 @@ class Run:
     def write(self) -> None:
         self.written = time.time()
         if self.args.out is not None:
-            part = self.args.out.with_suffix(".part")
-            part.write_text(json.dumps(self.record(), indent=0))
-            part.replace(self.args.out)
+            found = self.record()
+            texts = {self.args.out: json.dumps(found, indent=0)}
+            texts[self.args.out.with_suffix(".txt")] = "\n".join(table(found))
+            for path, text in texts.items():
+                part = path.with_suffix(".part")
+                part.write_text(text + "\n")
+                part.replace(path)
 
 
 def table(found: dict[str, Any], slowest: int = 12) -> list[str]:
@@ -469,15 +512,24 @@ def shown(cell: Any) -> str:
     return f"{counts}, {cell['seconds']:.1f}"
 
 
-def gpus() -> tuple[int, str | None, str]:
-    """Number, architecture for the compiler, and name of the GPUs, without a CUDA context in this process."""
-    asked = ["nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"]
+def gpus() -> tuple[list[str], str | None, str]:
+    """Ids of the GPUs that are visible, architecture for the compiler, and their number and name, without a CUDA
+    context in this process."""
+    asked = ["nvidia-smi", "--query-gpu=index,uuid,name,compute_cap,driver_version", "--format=csv,noheader"]
     try:
         lines = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip().splitlines()
     except (OSError, subprocess.CalledProcessError):
-        return 0, None, "no GPU"
-    name, capability, driver = (part.strip() for part in lines[0].split(","))
-    return len(lines), f"sm_{capability.replace('.', '')}a", f"{len(lines)} × {name}, driver {driver}"
+        lines = []
+    rows = [[part.strip() for part in line.split(",")] for line in lines]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        wanted = [name.strip() for name in visible.split(",") if name.strip()]
+        rows = [row for name in wanted for row in rows if row[0] == name or row[1].startswith(name)]
+    if not rows:
+        return [], None, "no GPU"
+    _, _, name, capability, driver = rows[0]
+    arch = f"sm_{capability.replace('.', '')}a"
+    return [row[1] for row in rows], arch, f"{len(rows)} × {name}, driver {driver}"
 
 
 def commit() -> str:
@@ -495,9 +547,10 @@ def read(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=HERE, help="of the tests (default: this one)")
     parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds without news: a group hangs")
     parser.add_argument("--seconds", type=float, default=86400.0, help="end after so long with what there is")
-    parser.add_argument("--out", type=Path, help="file for the results, written as they come (JSON)")
+    parser.add_argument("--gpus", type=int, default=0, help="all ranks of a group share one of so many GPUs")
+    parser.add_argument("--out", type=Path, help="file for the results (JSON), as they come; the table is in FILE.txt")
     parser.add_argument("--logs", help="archive of the processes' output, without its ending")
-    parser.add_argument("--groups", type=int, default=0, help="groups of ranks at the same time (default: as fit)")
+    parser.add_argument("--groups", type=int, default=0, help="groups at the same time, on each GPU if --gpus (as fit)")
     parser.add_argument("--turns", action="store_true", help="without MPS")
     parser.add_argument("--under", default="", help="program that runs each rank, such as 'compute-sanitizer'")
     parser.add_argument("--pytest", action="append", default=[], metavar="ARG", help="argument of pytest; repeatable")
