@@ -204,7 +204,7 @@ class DecodeLayers(Run):
         routes = [draw_route(workload, self.rank, tokens + 1000 * i, self.device) for i in range(args.calls)]
         scores = torch.rand(tokens, args.top_k, generator=draw, device=self.device) + 0.1
         scores /= scores.sum(1, keepdim=True)
-        given: list[tuple[Tensor, ...]] = [(x, route, scores) for route in routes]
+        given: list[tuple[Tensor, Tensor, Tensor]] = [(x, route, scores) for route in routes]
         how: dict[str, Any] = {"max_tokens": tokens, "zeros": False}
         if self.codes:
             how |= {"format": FORMAT, "scales_as": "rows"}
@@ -268,7 +268,7 @@ class DecodeLayers(Run):
         return not problem
 
     def triton_layer(
-        self, comm: Communicator, given: list[tuple[Tensor, ...]], sent: list[Dispatched]
+        self, comm: Communicator, given: list[tuple[Tensor, Tensor, Tensor]], sent: list[Dispatched]
     ) -> Callable[[int], Tensor]:
         """Return a layer with plain Triton kernels, with the fastest tiles of a few for each of the two GEMMs."""
         from . import plain_triton
