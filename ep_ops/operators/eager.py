@@ -123,6 +123,8 @@ class _Positions(NamedTuple):
     rows: int  # the first tensor of rows; 1: it follows a ticket
     lists: int  # `arrivals`; 0: there are none
     name: int  # `comm`
+    flag: int  # `zeros`; 0: there is none
+    ints: tuple[int, ...]  # ints that methods pass on unchecked
     recognized: bool  # whether calls are remembered
 
 
@@ -138,7 +140,10 @@ def _positions(schema: Any) -> _Positions:
     recognized = "topk_idx" in names and len(optional) <= 1 and optional != [0]
     rows = int(names[0] == "ticket")
     lists = names.index("arrivals") if "arrivals" in names else 0
-    return _Positions(leading, other, one, ids, rows, lists, names.index("comm"), recognized)
+    flag = names.index("zeros") if "zeros" in names else 0
+    # Methods check sizes of a new route; those of an existing one are in a record that users can change.
+    ints = tuple(i for i, kind in enumerate(kinds) if kind == "int" and (lists or names[i] == "flight"))
+    return _Positions(leading, other, one, ids, rows, lists, names.index("comm"), flag, ints, recognized)
 
 
 def _remembering(
@@ -146,7 +151,7 @@ def _remembering(
 ) -> tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[[Any], Any]]:
     """Return ``key``, ``repeat`` and ``call`` of an operator. They are closures, because they are part of every step of
     a decoder."""
-    leading, other, one, ids, rows, lists, name, recognized = _positions(op.schema)
+    leading, other, one, ids, rows, lists, name, flag, ints, recognized = _positions(op.schema)
     living = registry.living
 
     def key(a: tuple[Any, ...]) -> Any:
@@ -175,6 +180,11 @@ def _remembering(
                 latest[op] = known
         except Exception:  # invalid, which is detected later
             return None
+        if flag and type(a[flag]) is not bool:  # 1 equals True
+            return None
+        for i in ints:
+            if type(a[i]) is not int:
+                return None
         if a[rows].data_ptr() % _ALIGNED or lists and a[lists].data_ptr() % (_ALIGNED // 2):
             return None
         busy = comm.busy

@@ -310,6 +310,43 @@ def test_what_is_wrong_is_not_recognized(comm, calls, what):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("method", ["dispatch", "dispatch_planned", "combine", "combine_gathered", "plan", "starts"])
+def test_equal_values_of_another_type_are_not_recognized(method: str) -> None:
+    """1 equals True and 16.0 equals 16, but they are rejected however often the right call has been made."""
+    sizes: dict[str, Any] = dict(num_experts=4, hidden_size=8, top_k=2, max_tokens_per_rank=1, dtype=torch.float32)
+    with ep_ops.Communicator(**sizes, device="cpu", alignment=1, symmetric_rows=8) as comm:
+        x, idx, weights = torch.ones(1, 8), torch.tensor([[0, 1]], dtype=torch.int32), torch.ones(1, 2)
+        sent = comm.dispatch(x, idx, weights)
+        routes = {name: sent.route._replace(**{name: True}) for name in ("alignment", "max_tokens")}
+        routes["max_tokens is a float"] = sent.route._replace(max_tokens=1.0)
+        of_routes: dict[str, dict[str, Any]] = {name: {"route": route} for name, route in routes.items()}
+        flags: dict[str, dict[str, Any]] = {"zeros is an int": {"zeros": 1}, "zeros is a float": {"zeros": 1.0}}
+        sizes = {name: {name: True} for name in ("max_tokens", "alignment")}
+
+        def start(flight: Any = 0, route: Any = sent.route, **more: Any) -> None:
+            started = comm.dispatch_start(x, idx, flight=flight, **more)
+            comm.dispatch_wait(started)
+            comm.combine_wait(comm.combine_start(sent.x, route, flight=flight))
+
+        call, wrong = {
+            "dispatch": (lambda **more: comm.dispatch(x, idx, weights, **{"zeros": True} | more), flags | sizes),
+            "dispatch_planned": (
+                lambda route=sent.route, **more: comm.dispatch_planned(x, route, weights, **{"zeros": True} | more),
+                flags | of_routes | {"num_rows": {"route": sent.route._replace(num_rows=float(sent.route.num_rows))}},
+            ),
+            "combine": (lambda route=sent.route: comm.combine(sent.x, route, sent.weights), of_routes),
+            "combine_gathered": (lambda route=sent.route: comm.combine_gathered(sent.x, route), of_routes),
+            "plan": (lambda **more: comm.plan(idx, **more), sizes),
+            "starts": (start, flags | of_routes | {"flight is a bool": {"flight": False}, "flight is a float": {"flight": 0.0}}),
+        }[method]
+        for name, more in wrong.items():
+            for _ in range(3):
+                call()
+            with pytest.raises((TypeError, ValueError), match=name):
+                call(**more)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("field", ["topk_idx", "send_rows", "arrivals", "offs", "counts"])
 def test_a_route_without_a_tensor_is_not_recognized(comm, monkeypatch, field):
     """A route without a tensor is not recognized, nor mistaken for a call without weights. The other ranks are
