@@ -34,6 +34,7 @@ from ep_ops.formats import round_up
 from ep_ops.integrations.deep_ep.buffer import destinations
 from ep_ops.integrations.deep_ep.communicators import format_of, with_scales
 from ep_ops.integrations.plugins import quantization
+from ep_ops.operators.rejection import reject
 from ep_ops.records import Dispatched
 
 _LAYER = "sglang.srt.layers.moe.fused_moe_triton.layer.create_moe_dispatcher"
@@ -104,14 +105,17 @@ def _most_tokens(latency: int) -> int:
             raise ValueError(f"{_BOUND} is {given!r}; expected a positive integer")
         return int(given)
     try:
-        from sglang.srt.runtime_context import get_schedule
+        from sglang.srt.runtime_context import get_schedule, get_spec
     except ImportError:  # SGLang 0.5.14
         from sglang.srt.server_args import get_global_server_args as get_schedule
+
+        get_spec = get_schedule
     settings = get_schedule()
     chunk = settings.chunked_prefill_size
     if chunk is None or chunk <= 0:
         chunk = settings.max_prefill_tokens
-    return max(latency, chunk, settings.max_running_requests or 0)
+    decoding = (settings.max_running_requests or 0) * (get_spec().speculative_num_draft_tokens or 1)
+    return max(latency, chunk + decoding if settings.enable_mixed_chunk else max(chunk, decoding))
 
 
 def _communicator(config: Any, tokens: int, latency: int, name: str = "") -> Communicator:
@@ -141,6 +145,15 @@ class _Mode(deepep._DeepEPDispatcherImplBase):  # type: ignore[misc]
         self.overlap_args = self.meta_overlap_args = None
         self._sent: Dispatched | None = None
         self.set_quant_config({})
+
+    def _check_tokens(self, operator: str, x: Tensor, variable: str) -> None:
+        """Raise ValueError on all ranks if a batch has more tokens than memory was allocated for."""
+        if x.shape[0] > self.tokens:
+            error = ValueError(
+                f"SGLang passed {x.shape[0]} tokens to a layer in mode {self.dispatch_mode.value!r}; allowed: at most"
+                f" {self.tokens}. Set {variable} to a larger number"
+            )
+            reject(operator, self.comm, error, max_tokens=self.tokens)
 
     def set_quant_config(self, quant_config: dict[str, Any]) -> None:
         """Choose the format of rows as SGLang does for DeepEP.
@@ -178,6 +191,7 @@ class NormalMode(_Mode):
     @torch.no_grad()
     def dispatch_b(self, x: Tensor, scales: Tensor | None, ids: Tensor, weights: Tensor) -> Any:
         """Exchange the tokens. The host waits for the counts."""
+        self._check_tokens("dispatch_dynamic", x, _BOUND)
         sent = self.comm.dispatch(
             x, ids, weights.float(), layout="token_major", exact=True, max_tokens=self.tokens, **format_of(x, scales)
         )
@@ -219,7 +233,9 @@ class LatencyMode(_Mode):
             how = {"format": "e4m3/128/fp32", "scales_as": "columns"}
             if packed:
                 how = {"format": "e4m3/128/pow2", "scales_as": "packed"}
-        send: Any = comm.dispatch_start if self.split else comm.dispatch
+        operator = "dispatch_start" if self.split else "dispatch"
+        self._check_tokens(operator, hidden_states, "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK")
+        send: Any = getattr(comm, operator)
         started = send(
             hidden_states.contiguous(), ids, weights.float(), layout="padded", slots=comm.world_size * self.tokens,
             alignment=1, max_tokens=self.tokens, **how,

@@ -337,7 +337,10 @@ def test_equal_values_of_another_type_are_not_recognized(method: str) -> None:
             "combine": (lambda route=sent.route: comm.combine(sent.x, route, sent.weights), of_routes),
             "combine_gathered": (lambda route=sent.route: comm.combine_gathered(sent.x, route), of_routes),
             "plan": (lambda **more: comm.plan(idx, **more), sizes),
-            "starts": (start, flags | of_routes | {"flight is a bool": {"flight": False}, "flight is a float": {"flight": 0.0}}),
+            "starts": (
+                start,
+                flags | of_routes | {"flight is a bool": {"flight": False}, "flight is a float": {"flight": 0.0}},
+            ),
         }[method]
         for name, more in wrong.items():
             for _ in range(3):

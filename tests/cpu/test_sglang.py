@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -168,11 +169,18 @@ def bounds() -> list[Any]:
         owner, name = context, "get_schedule"
         if not hasattr(context, "get_schedule"):
             owner, name = importlib.import_module("sglang.srt.server_args"), "get_global_server_args"
-        for chunk, prefill, running in ((4096, 16384, None), (-1, 16384, 48), (None, 16384, 48), (64, 16384, 512)):
+        for chunk, prefill, running, mixed, draft in (
+            (4096, 16384, None, False, None), (-1, 16384, 48, False, None), (None, 16384, 48, True, None),
+            (64, 16384, 512, False, None), (64, 16384, 512, True, None), (64, 16384, 512, False, 4),
+        ):  # fmt: skip
             settings = SimpleNamespace(
-                chunked_prefill_size=chunk, max_prefill_tokens=prefill, max_running_requests=running
-            )
-            with mock.patch.object(owner, name, lambda settings=settings: settings):
+                chunked_prefill_size=chunk, max_prefill_tokens=prefill, max_running_requests=running,
+                enable_mixed_chunk=mixed, speculative_num_draft_tokens=draft,
+            )  # fmt: skip
+            with contextlib.ExitStack() as replaced:
+                replaced.enter_context(mock.patch.object(owner, name, lambda settings=settings: settings))
+                if hasattr(context, "get_spec"):
+                    replaced.enter_context(mock.patch.object(context, "get_spec", lambda settings=settings: settings))
                 with mock.patch.dict("os.environ", {"EP_OPS_SGLANG_MAX_TOKENS": ""}):
                     found.append(ours._most_tokens(128))
                 with mock.patch.dict("os.environ", {"EP_OPS_SGLANG_MAX_TOKENS": "96"}):
@@ -185,7 +193,38 @@ def bounds() -> list[Any]:
 
 
 def test_the_bound_on_tokens(sglang: None) -> None:
-    assert run_ranks(1, bounds, **run) == [[4096, 16384, 16384, 512]]
+    assert run_ranks(1, bounds, **run) == [[4096, 16384, 16432, 512, 576, 2048]]
+
+
+def too_many() -> None:
+    """Rank 0 passes a batch that is too large. All ranks learn which variable allows it, and go on."""
+    modes = (
+        ("normal", MANY, "EP_OPS_SGLANG_MAX_TOKENS"),
+        ("low_latency", FEW, "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"),
+    )
+    right = wide(draw(3, (FEW, FEW))[dist.get_rank()])
+    for mode, most, variable in modes:
+        for tbo in (False, True):
+            with server(False, mode, tbo) as make, extending(mode == "normal"):
+                layer, batch = make(), {"tbo_subbatch_index": 1} if tbo else {}
+                repeats = (most + 1, 1) if dist.get_rank() == 0 else (1, 1)
+                rows = (one[:1].repeat(repeats) for one in (right.x, right.idx, right.weights))
+                x, ids, weights = rows
+                with pytest.raises(
+                    ValueError, match=f"SGLang passed {most + 1} tokens .* at most {most}. Set {variable}"
+                ):
+                    topk = SimpleNamespace(topk_ids=ids, topk_weights=weights)
+                    layer.dispatch(hidden_states=x, topk_output=topk, **batch)
+                layer = make()  # whose stage is the first one
+                topk = SimpleNamespace(topk_ids=right.idx, topk_weights=right.weights)
+                out = layer.dispatch(hidden_states=right.x, topk_output=topk, **batch)
+                check(right, layer.combine(combine_input=of_experts(out), **batch), False)
+                for comm in {inner._get_impl().comm for inner in layer._inners}:
+                    comm.destroy()
+
+
+def test_a_batch_of_too_many_tokens(sglang: None) -> None:
+    run_ranks(RANKS, too_many, **run)
 
 
 def test_without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,6 +155,8 @@ class LowLatency:
             topk_weights: [T, K], not in DeepEP's interface: the weights that the combine applies. They are sent with
                 the tokens, on all ranks or on none. A combine with this tensor and the same ``topk_idx``, both
                 unchanged, then needs no exchange of its own for the weights; this must hold on all ranks or on none.
+                PyTorch does not count writes through ``.data``, nor those of Triton's and others' kernels. After such a
+                write, pass the combine another tensor (``topk_weights.clone()``).
 
         A RuntimeWarning says once if there are more tokens than the latency kernels take, in which case the throughput
         kernels run.
@@ -214,7 +216,8 @@ class LowLatency:
         """Return rows ``x`` [El, W C, H] to their owners and sum them, times ``topk_weights`` [T, K].
 
         Entries whose id in ``topk_idx`` is negative are left out. If there are none, pass the tensor of the dispatch,
-        which saves some small kernels unless it is an inference tensor, whose changes cannot be noticed.
+        which saves some small kernels unless it is an inference tensor, whose changes cannot be noticed. After writes
+        through ``.data`` or of a Triton kernel, which PyTorch does not count, pass a clone of it.
 
         Arguments after ``overlap`` are SGLang's for its single-batch overlap and have no effect: the combine begins
         after the work on the current stream.
