@@ -19,10 +19,18 @@ from transformers.integrations.moe import (
     grouped_mm_experts_forward,
 )
 
+try:
+    from transformers.integrations.finegrained_fp8 import FP8Experts
+except ImportError:
+    FP8Experts = None
+
 from ep_ops.communicator import Communicator
 from ep_ops.config import DTYPES
-from ep_ops.nn import expert_mlp, expert_of_rows, mask_rows, of_rows, swiglu_rows
+from ep_ops.formats import ELEMENT
+from ep_ops.nn import expert_mlp, expert_of_rows, few_rows_mlp_e4m3, mask_rows, of_rows, swiglu_rows
 from ep_ops.nn.expert_module import local_part
+from ep_ops.nn.few_rows_e4m3 import BLOCK
+from ep_ops.nn.gemms import choose
 from ep_ops.nn.token_major import Rows
 from ep_ops.records import TOKEN_MAJOR, Dispatched, Route
 
@@ -84,6 +92,28 @@ class LocalExperts:
                 comm, x, ids, weights, w_in, w_out, capacity=capacity, rows=how.layout, places=how.places,
                 redispatch=how.redispatch,
             ).out  # fmt: skip
+
+    @torch.compiler.assume_constant_result  # called while torch.compile traces
+    def takes_codes(self, comm: Communicator) -> bool:
+        """Return whether calls without gradients run :func:`ep_ops.nn.few_rows_mlp_e4m3`, on rows that are sent in
+        e4m3. The result is the same on all ranks.
+
+        That is so for experts with blocks of 128 x 128 if few rows arrive for each, and on CPUs, where transformers has
+        no kernels.
+        """
+        if comm.dtype != torch.bfloat16 or not _has_block_scales(self.module):
+            return False
+        width = self.module.down_proj.shape[-1]
+        few = choose(comm, "auto", width).tokens >= comm.max_tokens_per_rank
+        return few or comm.device.type == "cpu"
+
+    def of_codes(self, sent: Dispatched, ranks: int) -> Tensor:
+        """Return the outputs [R, H] of experts that take codes."""
+        module = self.module
+        with _local_parameters(module, None):
+            w_in, w_out = module.gate_up_proj, module.down_proj
+            of_in, of_out = module.gate_up_proj_scale_inv, module.down_proj_scale_inv
+            return few_rows_mlp_e4m3(sent.x, sent.scales, w_in, of_in, w_out, of_out, sent.route, ranks)
 
     def _runs_grouped_mm(self) -> bool:
         if isinstance(self.forward, functools.partial):
@@ -159,15 +189,34 @@ def _is_swiglu(experts: Any) -> bool:
     """Return whether the experts' activation is silu of the first half of each row times the second half."""
     gate = experts._apply_gate
     function = gate.func if isinstance(gate, functools.partial) else getattr(gate, "__func__", gate)
-    return function is _default_apply_gate and (
-        experts.act_fn is nn.functional.silu or isinstance(experts.act_fn, (SiLUActivation, nn.SiLU))
-    )
+    return function is _default_apply_gate and _is_silu(experts.act_fn)
+
+
+def _is_silu(function: Any) -> bool:
+    return function is nn.functional.silu or isinstance(function, (SiLUActivation, nn.SiLU))
 
 
 def _is_plain(experts: Any) -> bool:
     """Return whether experts are SwiGLU experts of two matrices each."""
     others = experts.has_bias, getattr(experts, "has_post_expert_norm", False), getattr(experts, "weights_first", False)
     return experts.has_gate and not any(others) and not is_quantized(experts) and _is_swiglu(experts)
+
+
+def _has_block_scales(experts: Any) -> bool:
+    """Return whether experts are transformers' FP8 experts with e4m3 weights, scales for blocks of 128 x 128, rows that
+    are quantized in each call, and SwiGLU."""
+    if FP8Experts is None or not isinstance(experts, FP8Experts) or not experts.has_gate or experts.has_bias:
+        return False
+    changes = "swiglu_alpha", "limit", "gate_softcap"  # of the activation
+    return (
+        experts.down_proj.dtype == ELEMENT
+        and list(experts.block_size or ()) == [BLOCK, BLOCK]
+        and experts.activation_scheme == "dynamic"
+        and experts.gate_up_proj.shape[1] % (2 * BLOCK) == experts.gate_up_proj.shape[2] % BLOCK == 0
+        and type(experts)._apply_gate is FP8Experts._apply_gate
+        and all(getattr(experts, name, None) is None for name in changes)
+        and _is_silu(experts.act_fn)
+    )
 
 
 def is_quantized(experts: nn.Module) -> bool:

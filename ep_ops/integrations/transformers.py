@@ -15,6 +15,11 @@ rank:
 In both cases the experts are computed as by the layer's own code, including biases and activations. With its
 implementation "grouped_mm", the grouped GEMMs run on the rows as they are received (``local_experts.py``). Every rank
 passes its own tokens, and all ranks run the same layers.
+
+FP8 checkpoints keep their weights and scales. Without gradients, SwiGLU experts with blocks of 128 x 128 run
+:func:`ep_ops.nn.few_rows_mlp_e4m3` on rows that are sent in e4m3, if the communicator's dtype is bfloat16 and
+``max_tokens_per_rank`` is one for which ``gemms="auto"`` of :class:`ep_ops.nn.Experts` selects "memory", or on CPUs.
+Other calls run transformers' own kernels, which need a GPU.
 """
 
 from __future__ import annotations
@@ -65,6 +70,7 @@ from ep_ops.integrations.spread_checks import (
 )
 from ep_ops.nn.apart import check_averaging, check_shards, parameters_apart
 from ep_ops.nn.expert_module import LayerNumber, check_split, check_state, experts_dtensor
+from ep_ops.nn.few_rows_e4m3 import FORMAT as E4M3
 from ep_ops.nn.token_major import Rows, check_rows
 from ep_ops.records import GROUPED, TOKEN_MAJOR
 
@@ -307,6 +313,9 @@ def _through(
     x = hidden_states.to(comm.dtype).contiguous()
     if experts.rows.layout == TOKEN_MAJOR:
         return experts.token_major(comm, x, top_k_index, top_k_weights, capacity).to(hidden_states.dtype)
+    if not torch.is_grad_enabled() and experts.takes_codes(comm):
+        sent = comm.dispatch(x, top_k_index, top_k_weights, capacity=capacity, format=E4M3.name)
+        return comm.combine(experts.of_codes(sent, comm.world_size), sent.route, sent.weights).to(hidden_states.dtype)
     sent = comm.dispatch(x, top_k_index, top_k_weights, capacity=capacity)
     y, weights = experts(sent)
     return comm.combine(y.to(comm.dtype), sent.route, weights).to(hidden_states.dtype)

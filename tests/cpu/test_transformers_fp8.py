@@ -1,0 +1,136 @@
+"""FP8 checkpoints of transformers: `spread_experts` keeps their weights, and calls without gradients multiply rows that
+are sent in e4m3. transformers' own kernels need a GPU: its forward runs with products that are computed on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import fresh_seed
+from e4m3_experts import assert_layer, exact, weights_of
+from ranks import run_ranks
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers_cases import made
+
+import ep_ops
+from ep_ops import formats
+
+finegrained_fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+
+E, H, F, K = 5, 256, 128, 2
+FORM = formats.format_of("e4m3/128/fp32")
+NAMES = ("gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv")
+
+
+def fp8_model(weights: tuple[Tensor, ...], **config: Any) -> Any:
+    """A model in bfloat16 whose experts alone are quantized, with these weights."""
+    from transformers import FineGrainedFP8Config
+
+    model = made(
+        "qwen3_moe", "eager", num_experts=E, hidden_size=H, moe_intermediate_size=F, num_hidden_layers=1
+    ).bfloat16()
+    quantization = FineGrainedFP8Config(weight_block_size=(128, 128), **config)
+    others = [name for name, _ in model.named_modules() if not name.endswith(".experts")]
+    model = finegrained_fp8.replace_with_fp8_linear(
+        model, modules_to_not_convert=[f"^{name}$" for name in others], quantization_config=quantization
+    )
+    experts = model.model.layers[0].mlp.experts
+    assert type(experts) is finegrained_fp8.FP8Experts and experts.gate_up_proj.is_meta
+    experts.to_empty(device="cpu")
+    for name, w in zip(NAMES, weights, strict=True):
+        setattr(experts, name, torch.nn.Parameter(w.clone(), requires_grad=False))
+    return model
+
+
+def linear(self: Any, x: Tensor, codes: Tensor, scales: Tensor, activation_scale: Any = None) -> Tensor:
+    """In place of a kernel: rows are quantized by 128 and multiplied in fp64."""
+    assert activation_scale is None
+    return (exact(*formats.quantize(x, FORM)) @ exact(codes, scales).T).to(x.dtype)
+
+
+def inputs(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    weights, ids = torch.rand(24, E, generator=draw).topk(K)
+    return torch.randn(24, H, generator=draw).bfloat16()[:tokens], ids[:tokens], weights[:tokens]
+
+
+def relative(got: Tensor, wanted: Tensor) -> float:
+    assert got.shape == wanted.shape and got.dtype == wanted.dtype and got.isfinite().all()
+    return float((got.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+def spread(powers: bool, seed: int) -> list[Tensor]:
+    from ep_ops.integrations.transformers import spread_experts
+
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    whole = weights_of(E, H, F, seed, powers=powers)
+    model = fp8_model(whole, **({"scale_fmt": "ue8m0"} if powers else {}))
+    own = copy.deepcopy(model)
+    own.model.layers[0].mlp.experts.linear = types.MethodType(linear, own.model.layers[0].mlp.experts)
+    (name,) = spread_experts(model, max_tokens_per_rank=32, timeout=20)
+    experts = model.get_submodule(name)
+    mine = slice(experts.comm.first_local_expert, experts.comm.first_local_expert + experts.comm.num_local_experts)
+    for last, w in zip(NAMES, whole, strict=True):
+        p = getattr(experts, last)
+        assert p.dtype == w.dtype and p.shape == w.shape and isinstance(p, DTensor) == (ranks > 1)
+        held = p.to_local() if ranks > 1 else p
+        assert torch.equal(held.view(torch.uint8), w[mine].view(torch.uint8))
+    kept = experts.state_dict()
+    assert sorted(kept) == sorted(NAMES)
+    found = []
+    with torch.no_grad():
+        for tokens in (24, 3, 1):
+            given = inputs(tokens, seed)
+            out = experts(*given)
+            assert_layer(out, *formats.quantize(given[0], FORM), *given[1:], whole)
+            assert relative(out, own.get_submodule(name)(*given)) < 0.04
+            found.append(out)
+        ids = torch.randint(3, 64, (2, 6 + rank), generator=torch.Generator().manual_seed(rank))
+        got, wanted = (one(ids, use_cache=False).logits for one in (model, own))
+        assert relative(got, wanted) < 0.05
+        compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(*inputs(24, seed)), found[0])
+    # With gradients, transformers' own forward runs on rows in bfloat16, and has a gradient of the rows.
+    experts.linear = types.MethodType(linear, experts)
+    x, *route = inputs(5, seed)
+    assert relative(experts(x.requires_grad_(), *route), own.get_submodule(name)(x, *route)) < 0.02
+    experts.comm.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "powers"), [
+    (1, True), (2, False), pytest.param(2, True, marks=pytest.mark.drawn),
+    pytest.param(4, False, marks=pytest.mark.drawn),
+])  # fmt: skip
+def test_spread_experts(ranks: int, powers: bool) -> None:
+    """Weights and scales stay as they are; values within the bound of fp64, and like transformers' own forward; the
+    same bits on all ranks and in every batch."""
+    seed = fresh_seed()
+    results = run_ranks(ranks, spread, powers, seed) if ranks > 1 else [spread(powers, seed)]
+    whole = results[0][0]
+    for found in results:
+        for out in found:
+            assert torch.equal(out, whole[: len(out)])
+
+
+@pytest.mark.parametrize(("change", "takes"), [
+    ({}, True), ({"activation_scheme": "static"}, False), ({"block_size": (64, 128)}, False),
+    ({"block_size": None}, False), ({"swiglu_alpha": 1.7}, False), ({"limit": 7.0}, False),
+    ({"act_fn": torch.nn.GELU()}, False), ({"has_gate": False}, False),
+])  # fmt: skip
+def test_which_experts_take_codes(change: dict[str, Any], takes: bool) -> None:
+    from ep_ops.integrations.local_experts import LocalExperts
+
+    experts = fp8_model(weights_of(E, H, F, 1)).model.layers[0].mlp.experts
+    for name, value in change.items():
+        setattr(experts, name, value)
+    for dtype, allowed in ((torch.bfloat16, takes), (torch.float32, False)):
+        with ep_ops.Communicator(
+            num_experts=E, hidden_size=H, top_k=K, max_tokens_per_rank=8, dtype=dtype, device="cpu"
+        ) as comm:
+            assert LocalExperts(experts, experts.forward, None).takes_codes(comm) == allowed
