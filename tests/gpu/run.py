@@ -355,6 +355,8 @@ class Run:
             finally:
                 for group in self.groups:
                     group.kill()
+                    for rank in range(len(group.processes)):
+                        group.listen(rank)  # what it has written since
                 for place in self.places:
                     if place.mps is not None and not place.mps.problem:
                         place.mps.stop()
