@@ -8,7 +8,7 @@ from typing import Any
 from . import arrivals, backends
 from .config import Config, configured, consecutive_domains, is_int, most_token_rows, worst_case_rows
 from .formats import exact_dtype
-from .records import GROUPED, TOKEN_MAJOR, check_types
+from .records import GROUPED, TOKEN_MAJOR, check_rows_of_experts, check_types
 
 
 class MemoryPlan(dict[str, int]):
@@ -42,17 +42,9 @@ class LayerPlan:
         """Raise ValueError if a value is not allowed. ``alignment``: the communicator's."""
         if not is_int(self.intermediate_size) or self.intermediate_size < 1:
             raise ValueError(f"intermediate_size is {self.intermediate_size!r}; allowed: an int of at least 1")
-        if self.rows not in (GROUPED, TOKEN_MAJOR):
-            raise ValueError(f"rows is {self.rows!r}; allowed: {GROUPED!r}, {TOKEN_MAJOR!r}")
         if self.gemms not in ("torch", "quack"):
             raise ValueError(f"gemms is {self.gemms!r}; allowed: 'torch', 'quack'")
-        if self.rows == GROUPED and (self.places is not None or self.redispatch):
-            raise ValueError(
-                f"places is {self.places} and redispatch is {self.redispatch} with rows {GROUPED!r}; allowed only with"
-                f" rows {TOKEN_MAJOR!r}"
-            )
-        if self.places is not None and (not is_int(self.places) or self.places < alignment or self.places % alignment):
-            raise ValueError(f"places is {self.places!r}; allowed: None or positive multiples of alignment {alignment}")
+        check_rows_of_experts(self.rows, self.places, self.redispatch, alignment)
 
 
 def memory_plan(

@@ -305,6 +305,23 @@ def described(tensor: Tensor) -> str:
     return "a nested tensor" if tensor.is_nested else f"a tensor with layout {tensor.layout}"
 
 
+def check_rows_of_experts(layout: object, places: object, redispatch: bool, alignment: int) -> None:
+    """Check the arguments ``rows`` (``layout``), ``places`` and ``redispatch`` of layers. ``alignment``: the
+    communicator's.
+
+    Raises:
+        ValueError: a value is not allowed, or not together with another one.
+    """
+    if layout not in (GROUPED, TOKEN_MAJOR):
+        raise ValueError(f"rows is {layout!r}; allowed: {GROUPED!r}, {TOKEN_MAJOR!r}")
+    if layout == GROUPED:
+        for name, given in (("places", places), ("redispatch", redispatch or None)):
+            if given is not None:
+                raise ValueError(f"{name} is {given} with rows {GROUPED!r}; allowed only with rows {TOKEN_MAJOR!r}")
+    elif places is not None and (type(places) is not int or places < alignment or places % alignment):
+        raise ValueError(f"places is {places!r}; allowed: None, or a positive multiple of alignment {alignment}")
+
+
 def check_types(allowed: type, **given: object) -> None:
     """Raise TypeError for an argument of another type, such as a ``Dispatched`` in place of one of its fields."""
     for name, one in given.items():

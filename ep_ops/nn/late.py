@@ -86,6 +86,7 @@ def taken(ctx: Any) -> tuple[Tensor, ...]:
 
 
 def end(wait: Callable[[], Any]) -> None:
-    """Complete a started operation whose results nobody will use, because an exception was raised before its wait."""
-    with contextlib.suppress(RuntimeError), torch.no_grad():
+    """Complete a started operation whose results nobody will use, because an exception was raised before its wait. That
+    exception is the one to raise, not what the wait reports, such as a call that another rank has rejected."""
+    with contextlib.suppress(Exception), torch.no_grad():
         wait()

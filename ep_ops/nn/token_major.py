@@ -35,7 +35,7 @@ from ep_ops.nn.sums import sum_rows
 from ep_ops.operators.library import define
 from ep_ops.operators.once import once
 from ep_ops.operators.table import DISPATCH_PLANNED, DISPATCH_START, DISPATCH_WAIT
-from ep_ops.records import GROUPED, TOKEN_MAJOR, Dispatched
+from ep_ops.records import GROUPED, TOKEN_MAJOR, Dispatched, check_rows_of_experts
 from meta_kernels.arguments import DispatchPlannedArgs, DispatchStartArgs, DispatchWaitArgs
 
 
@@ -71,21 +71,13 @@ def check_rows(how: Rows, comm: Communicator, exact: bool, format: str) -> None:
     Raises:
         ValueError: a value is not allowed, or not together with another one.
     """
-    if how.layout not in (GROUPED, TOKEN_MAJOR):
-        raise ValueError(f"rows is {how.layout!r}; allowed: {GROUPED!r}, {TOKEN_MAJOR!r}")
+    check_rows_of_experts(how.layout, how.places, how.redispatch, comm.alignment)
     if how.layout == GROUPED:
-        for name, given in (("places", how.places), ("redispatch", how.redispatch or None)):
-            if given is not None:
-                raise ValueError(f"{name} is {given} with rows {GROUPED!r}; allowed only with rows {TOKEN_MAJOR!r}")
         return
     if format == ROW:
         raise ValueError(f"format is {ROW!r} with rows {TOKEN_MAJOR!r}; allowed: '', or one that begins with 'wire:'")
-    if how.places is None:
-        return
-    if exact:
+    if how.places is not None and exact:
         raise ValueError(f"places is {how.places} with an exact number of rows; allowed: None")
-    if type(how.places) is not int or how.places < comm.alignment or how.places % comm.alignment:
-        raise ValueError(f"places is {how.places!r}; allowed: positive multiples of alignment {comm.alignment}")
 
 
 def token_major_rows(

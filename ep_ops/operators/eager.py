@@ -123,8 +123,7 @@ class _Positions(NamedTuple):
     rows: int  # the first tensor of rows; 1: it follows a ticket
     lists: int  # `arrivals`; 0: there are none
     name: int  # `comm`
-    flag: int  # `zeros`; 0: there is none
-    ints: tuple[int, ...]  # ints that methods pass on unchecked
+    types: tuple[tuple[int, type], ...]  # of arguments whose types methods do not check
     recognized: bool  # whether calls are remembered
 
 
@@ -140,19 +139,15 @@ def _positions(schema: Any) -> _Positions:
     recognized = "topk_idx" in names and len(optional) <= 1 and optional != [0]
     rows = int(names[0] == "ticket")
     lists = names.index("arrivals") if "arrivals" in names else 0
-    flag = names.index("zeros") if "zeros" in names else 0
     # Methods check sizes of a new route; those of an existing one are in a record that users can change.
-    ints = tuple(i for i, kind in enumerate(kinds) if kind == "int" and (lists or names[i] == "flight"))
-    return _Positions(leading, other, one, ids, rows, lists, names.index("comm"), flag, ints, recognized)
+    ints = [i for i, kind in enumerate(kinds) if kind == "int" and (lists or names[i] == "flight")]
+    types = (*((i, int) for i in ints), *((i, bool) for i, kind in enumerate(kinds) if kind == "bool"))
+    return _Positions(leading, other, one, ids, rows, lists, names.index("comm"), types, recognized)
 
 
-def _remembering(
-    op: RememberedOp, interrupted: Callable[..., None]
-) -> tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[[Any], Any]]:
-    """Return ``key``, ``repeat`` and ``call`` of an operator. They are closures, because they are part of every step of
-    a decoder."""
-    leading, other, one, ids, rows, lists, name, flag, ints, recognized = _positions(op.schema)
-    living = registry.living
+def _key_of(op: RememberedOp) -> Callable[[Any], Any]:
+    """Return the function ``key`` of an operator."""
+    leading, other, one, ids, rows, *_, recognized = _positions(op.schema)
 
     def key(a: tuple[Any, ...]) -> Any:
         if not recognized:  # gradients
@@ -160,6 +155,17 @@ def _remembering(
         if other and a[other] is not None:
             a = (*a[:other], True, *a[other + 1 :])
         return op, a[leading:], a[one] is None, a[rows].shape[0], a[ids].shape[0]
+
+    return key
+
+
+def _remembering(
+    op: RememberedOp, interrupted: Callable[..., None]
+) -> tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[[Any], Any]]:
+    """Return ``key``, ``repeat`` and ``call`` of an operator. They are closures, because they are part of every step of
+    a decoder."""
+    leading, other, one, ids, rows, lists, name, types, recognized = _positions(op.schema)
+    key, living = _key_of(op), registry.living
 
     def repeat(a: Any) -> Any:
         if _is_intercepted():
@@ -180,10 +186,8 @@ def _remembering(
                 latest[op] = known
         except Exception:  # invalid, which is detected later
             return None
-        if flag and type(a[flag]) is not bool:  # 1 equals True
-            return None
-        for i in ints:
-            if type(a[i]) is not int:
+        for i, kind in types:  # 1 equals True
+            if type(a[i]) is not kind:
                 return None
         if a[rows].data_ptr() % _ALIGNED or lists and a[lists].data_ptr() % (_ALIGNED // 2):
             return None

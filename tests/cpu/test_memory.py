@@ -170,7 +170,7 @@ def test_layers_that_are_not_planned() -> None:
         ({"intermediate_size": 0}, "intermediate_size is 0; allowed"), ({"rows": "padded"}, "rows is 'padded'"),
         ({"redispatch": True}, "redispatch is True with rows 'grouped'"), ({"gemms": "auto"}, "gemms is 'auto'"),
         ({"rows": "token_major", "places": -1}, "places is -1"),
-        ({"rows": "token_major", "places": 12}, "places is 12; allowed: None or positive multiples of alignment 8"),
+        ({"rows": "token_major", "places": 12}, "places is 12; allowed: None, or a positive multiple of alignment 8"),
     ]  # fmt: skip
     for layer, text in wrong:
         with pytest.raises(ValueError, match=text):

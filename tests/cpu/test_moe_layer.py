@@ -9,6 +9,7 @@ import logging
 import pickle
 import re
 from collections.abc import Callable
+from typing import Any
 
 import cases
 import pytest
@@ -278,6 +279,34 @@ def test_nothing_stays_under_way_where_something_is_raised():
                 next(left)
             left.close()
             assert torch.equal(layer(x), expected)
+
+
+@pytest.mark.parametrize("reports", [RuntimeError, ValueError, NotImplementedError])
+def test_what_a_wait_reports_does_not_hide_what_was_raised(
+    reports: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait that completes an operation after an exception may report what another rank has rejected."""
+    raised: list[Exception] = []
+    with communicator(torch.float32) as comm:
+        layer, x, wait = MoELayer(comm, F), torch.randn(4, H), comm.backend.wait
+
+        def reporting(*args: Any) -> Any:
+            results = wait(*args)
+            for error in raised:
+                raise error
+            return results
+
+        monkeypatch.setattr(comm.backend, "wait", reporting)
+        topk_idx, topk_weights, _ = layer.router(x)
+        for reached in (1, 2):
+            steps = layer.experts.steps(x, topk_idx, topk_weights)
+            for _ in range(reached):
+                next(steps)
+            raised.append(reports("rejected by rank 1"))
+            with pytest.raises(KeyError, match="own"):
+                steps.throw(KeyError("own"))
+            raised.clear()
+        assert layer(x).isfinite().all()
 
 
 def test_a_layer_needs_a_communicator() -> None:
