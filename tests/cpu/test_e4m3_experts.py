@@ -9,16 +9,28 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cases import fresh_seed
 from e4m3_experts import assert_layer, weights_of
 from ranks import run_ranks
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import ep_ops
 from ep_ops import formats
-from ep_ops.nn import Experts, MoELayer, expert_mlp, few_rows_mlp_e4m3, interleave, load_experts
+from ep_ops.nn import (
+    Experts,
+    MoELayer,
+    expert_mlp,
+    expert_parameters,
+    few_rows_mlp_e4m3,
+    interleave,
+    keep_experts_apart,
+    load_experts,
+)
 
 E, H, F, K = 5, 256, 128, 2
 E4M3 = torch.float8_e4m3fn
@@ -146,6 +158,26 @@ def bits(module: torch.nn.Module) -> list[Tensor]:
     return [p.detach().contiguous().view(torch.uint8).clone() for p in found]
 
 
+def under_fsdp2_and_ddp() -> None:
+    """Data parallelism leaves experts with e4m3 weights alone."""
+    mesh = dist.init_device_mesh("cpu", (2,))
+    with communicator() as comm, torch.no_grad():
+        layers = [MoELayer(comm, F, dtype=E4M3) for _ in range(2)]
+        x = tokens(6, comm.rank)[0]
+        want, before = layers[0](x), bits(layers[0].experts)
+        for layer in layers:
+            keep_experts_apart(layer, ranks=2)
+        fully_shard(layers[0], mesh=mesh, ignored_params=set(expert_parameters(layers[0])))
+        wrapped = DistributedDataParallel(layers[1])
+        for model, layer in ((layers[0], layers[0]), (wrapped, layers[1])):
+            assert torch.equal(model(x), want)
+            assert all(torch.equal(a, b) for a, b in zip(bits(layer.experts), before, strict=True))
+
+
+def test_data_parallelism() -> None:
+    run_ranks(2, under_fsdp2_and_ddp)
+
+
 def saved(module: torch.nn.Module) -> torch.nn.Module:
     file = io.BytesIO()
     torch.save(module, file)
@@ -187,6 +219,15 @@ def save(path: str, seed: int) -> None:
         assert list(layer.state_dict()) == ["router.weight", *names]
         assert all(isinstance(layer.state_dict()[name], DTensor) for name in names)
         load_experts(layer.experts, read_from(whole), "experts.")
+        kept = bits(layer)
+        for assign in (False, True):  # DTensors of other shapes and dtypes
+            short = layer.experts.from_local(local(layer.experts)[1][:, :1].clone())
+            with pytest.raises(RuntimeError, match="size mismatch for experts.in_scales"):
+                layer.load_state_dict(layer.state_dict() | {"experts.in_scales": short}, assign=assign)
+            wide = layer.experts.from_local(local(layer.experts)[0].bfloat16())
+            with pytest.raises(TypeError, match="experts.w_in has dtype torch.bfloat16; allowed: torch.float8_e4m3fn"):
+                layer.load_state_dict(layer.state_dict() | {"experts.w_in": wide}, assign=assign)
+        assert all(torch.equal(a, b) for a, b in zip(bits(layer), kept, strict=True))
         dcp.save(layer.state_dict(), checkpoint_id=path)
 
 

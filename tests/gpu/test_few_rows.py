@@ -283,13 +283,16 @@ def test_e4m3_bits(seed):
 
 
 def test_e4m3_layers(seed):
-    """A token that is sent in e4m3 has the same bits in every batch."""
+    """A token that is sent in e4m3 has the same bits in every batch, also in `Experts` that hold the weights."""
     rank, world_size = ranks()
     with make_comm("cute", "few_rows", None, **config(world_size)) as comm, torch.no_grad():
         generator = torch.Generator(device="cuda").manual_seed(seed + rank)
         x = torch.randn(256, 256, generator=generator, device="cuda").bfloat16()
         weights, ids = torch.rand(256, comm.num_experts, generator=generator, device="cuda").topk(3)
         experts = [w.cuda() for w in e4m3_experts.weights_of(comm.num_local_experts, 256, 128, seed + rank)]
+        module = Experts(comm, 128, dtype=torch.float8_e4m3fn).bfloat16()  # which converts nothing
+        for name, w in zip(("w_in", "in_scales", "w_out", "out_scales"), experts, strict=True):
+            module.local_weight(name, convert=False).copy_(w)
         found = {}
         for tokens in reversed(LAYER_TOKENS):
             given = x[:tokens], ids[:tokens], weights[:tokens]
@@ -297,4 +300,5 @@ def test_e4m3_layers(seed):
             y = few_rows_mlp_e4m3(got.x, got.scales, *experts, got.route, world_size)
             found[tokens] = comm.combine(y, got.route, got.weights)
             assert torch.equal(found[tokens], found[256][:tokens]) and found[tokens].isfinite().all()
+            assert torch.equal(module(*given, max_tokens=max(tokens, 1)), found[tokens])
         comm.check_errors()
