@@ -47,9 +47,13 @@ def grouped(comm: ep_ops.Communicator, x: Tensor, ids: Tensor, weights: Tensor, 
 def main() -> None:
     dist.init_process_group()
     with ep_ops.Communicator(
-        num_experts=EXPERTS, hidden_size=HIDDEN, top_k=TOP_K, max_tokens_per_rank=TOKENS, dtype=torch.float32,
+        num_experts=EXPERTS,
+        hidden_size=HIDDEN,
+        top_k=TOP_K,
+        max_tokens_per_rank=TOKENS,
+        dtype=torch.float32,
         device="cpu",
-    ) as comm:  # fmt: skip
+    ) as comm:
         x = torch.randn(TOKENS, HIDDEN)
         weights, ids = torch.rand(TOKENS, EXPERTS).softmax(-1).topk(TOP_K)
         w_in = torch.randn(comm.num_local_experts, HIDDEN, WIDTH) / HIDDEN**0.5

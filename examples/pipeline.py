@@ -50,9 +50,15 @@ def pipelined_loss(kind: str, x: Tensor, target: Tensor) -> tuple[list[nn.Module
     """
     mesh = init_device_mesh("cpu", (STAGES, dist.get_world_size() // STAGES), mesh_dim_names=("pp", "ep"))
     comm = ep_ops.Communicator(  # one for all blocks of this rank: they have equal sizes
-        mesh["ep"], num_experts=EXPERTS, hidden_size=HIDDEN, top_k=TOP_K, max_tokens_per_rank=TOKENS,
-        dtype=torch.float32, device="cpu", name=f"stage{mesh.get_local_rank('pp')}",
-    )  # fmt: skip
+        mesh["ep"],
+        num_experts=EXPERTS,
+        hidden_size=HIDDEN,
+        top_k=TOP_K,
+        max_tokens_per_rank=TOKENS,
+        dtype=torch.float32,
+        device="cpu",
+        name=f"stage{mesh.get_local_rank('pp')}",
+    )
     stage_rank, each = mesh.get_local_rank("pp"), 2 if kind == "interleaved" else 1
     numbers = [stage_rank + STAGES * i for i in range(each)]  # of this rank's blocks in the model
     blocks: list[nn.Module] = [Block(MoELayer(comm, WIDTH, seed=number)) for number in numbers]

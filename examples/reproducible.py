@@ -65,9 +65,12 @@ def main() -> None:
     dist.init_process_group()
     if torch.cuda.is_available():
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    with ep_ops.Communicator(
-        num_experts=EXPERTS, hidden_size=HIDDEN, top_k=TOP_K, max_tokens_per_rank=MANY, dtype=torch.bfloat16
-    ) as comm, torch.no_grad():  # fmt: skip
+    with (
+        ep_ops.Communicator(
+            num_experts=EXPERTS, hidden_size=HIDDEN, top_k=TOP_K, max_tokens_per_rank=MANY, dtype=torch.bfloat16
+        ) as comm,
+        torch.no_grad(),
+    ):
         torch.manual_seed(comm.rank)
         x = torch.randn(TOKENS, HIDDEN, device=comm.device, dtype=comm.dtype)
         weights, ids = torch.rand(TOKENS, EXPERTS, device=comm.device).softmax(-1).topk(TOP_K)

@@ -15,17 +15,29 @@ from ep_ops.nn import expert_parameters, keep_experts_apart
 
 def main() -> None:
     args = TrainingArguments(
-        output_dir=tempfile.mkdtemp(), use_cpu=not torch.cuda.is_available(), per_device_train_batch_size=4,
-        max_steps=20, logging_steps=1, report_to=[], disable_tqdm=True,
+        output_dir=tempfile.mkdtemp(),
+        use_cpu=not torch.cuda.is_available(),
+        per_device_train_batch_size=4,
+        max_steps=20,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
         max_grad_norm=0.0,  # PyTorch clips no list of both plain parameters and DTensors
         save_strategy="no",  # checkpoints during training are written by one rank; see the end
-    )  # fmt: skip
+    )
     device = args.device  # initializes torch.distributed
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=64, hidden_size=64, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=64,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
     model = AutoModelForCausalLM.from_config(config).to(device)  # the same weights on all ranks
     spread_experts(model, max_tokens_per_rank=4 * 16)
     keep_experts_apart(model, ranks=dist.get_world_size())  # Trainer wraps the model in DistributedDataParallel

@@ -1,8 +1,10 @@
 """A mixture-of-experts layer with experts sharded over the ranks of a communicator, and its dense equivalent.
 
-comm = ep_ops.Communicator(num_experts=64, hidden_size=2048, top_k=8, max_tokens_per_rank=4096)
-layer = ep_ops.nn.MoELayer(comm, intermediate_size=1024)
-out = layer(x)  # x [tokens of this rank, 2048], bfloat16
+    comm = ep_ops.Communicator(num_experts=64, hidden_size=2048, top_k=8, max_tokens_per_rank=4096)
+    layer = ep_ops.nn.MoELayer(comm, intermediate_size=1024)
+    out = layer(x)  # x [tokens of this rank, 2048], bfloat16
+
+All ranks call the layer in every step, with different numbers of tokens if they like.
 """
 
 from __future__ import annotations
