@@ -123,9 +123,7 @@ class _PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         self, output: Tensor, fused_expert_output: Tensor, topk_weights: Tensor, topk_ids: Tensor,
         apply_router_weight_on_input: bool, weight_and_reduce_impl: mk.TopKWeightAndReduce,
     ) -> None:  # fmt: skip
-        """Return rows to their owners and write each token's sum to ``output`` [T, H].
-
-        ``output`` gets the memory of the result, unless it is a part of another tensor.
+        """Return rows to their owners and copy each token's sum to ``output`` [T, H].
 
         Args:
             fused_expert_output: what the experts computed of the rows that prepare returned.
