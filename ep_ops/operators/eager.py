@@ -168,7 +168,7 @@ def _remembering(
     key, living = _key_of(op), registry.living
 
     def repeat(a: Any) -> Any:
-        if _is_intercepted():
+        if _is_intercepted() or other and a[other] is not None:
             return None
         try:
             comm, given, others = living[a[name]], a[:leading], a[leading:]

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ep_ops
 from ep_ops.backends import calls as remembered
 from ep_ops.operators import OPERATORS, table
+from meta_kernels.arguments import CombineArgs, DispatchArgs
 
 
 @pytest.fixture
@@ -470,6 +471,21 @@ def test_calls_that_differ_in_one_argument_are_recognized_in_turns(comm, calls):
         for got, wanted in zip(run(way), expected, strict=True):
             assert torch.equal(got, wanted) if isinstance(wanted, torch.Tensor) else got == wanted, way
     assert calls.count("dispatch") == 2 * len(ways), "all of them are recognized"
+
+
+@torch.no_grad()
+def test_other_tensors_are_not_compared(comm, monkeypatch):
+    """A residual or scales have no place in a remembered call. Comparing them with it takes longer than its checks."""
+    x, idx, weights = given()
+    sent = many(comm, x, idx, weights)
+    for _ in range(3):
+        comm.combine(sent.x, sent.route, sent.weights)
+    along = *sent.route.tensors, *sent.route.ints, comm.name
+    sizes = sent.route.num_rows, sent.route.alignment, 0, 6, 4, 1, comm.name
+    args: list[Any] = [CombineArgs(sent.x, sent.weights, *along), DispatchArgs(x, weights, idx, *sizes)]
+    monkeypatch.setattr(torch.Tensor, "__eq__", lambda *_: pytest.fail("tensors are compared"))
+    for op, a, other in zip((table.COMBINE, table.DISPATCH), args, ("residual", "scales"), strict=True):
+        assert op.repeat(a._replace(**{other: x})) is None
 
 
 @torch.no_grad()
