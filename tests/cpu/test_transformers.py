@@ -302,6 +302,10 @@ def rejected() -> None:
         (model, {"num_experts": 6}, "spread_experts got unknown arguments num_experts; allowed: "),
         (model, {"misspelled": 2}, "got unknown arguments misspelled"),
         (model, {"alignment": [4]}, r"alignment is \[4\]"),
+        (model, {"rows": "padded"}, "rows is 'padded'; allowed: 'grouped', 'token_major'"),
+        (model, {"rows": "token_major", "places": 5}, "places is 5; allowed: None, or a positive multiple of"),
+        (model, {"places": 16}, "places is 16 with rows 'grouped'; allowed only with rows 'token_major'"),
+        (model, {"redispatch": True}, "redispatch is True with rows 'grouped'; allowed only with rows 'token_major'"),
     ]
     for given, options, text in wrong:  # on the last rank
         with pytest.raises((TypeError, ValueError), match=text):
