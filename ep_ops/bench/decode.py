@@ -41,6 +41,7 @@ from .layer import made
 from .operators import relative_error
 from .options import add_sizes, names_of, new_parser, positive, read
 from .ranks import Found, Run, on_every_rank
+from .timing import Timer
 from .workloads import Workload, draw_route
 
 
@@ -139,6 +140,59 @@ def e4m3_kernels(sizes: LayerSizes, local_experts: int, ranks: int, tokens: Sequ
     return [kernel for share in shares for kernel in few_rows_e4m3_kernels(*given, share)]
 
 
+def has_triton(device: torch.device) -> bool:
+    """Return whether Triton kernels run on this device."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def read_speed(timer: Timer) -> float:
+    """Return TB/s of a kernel that only reads, on the slowest rank."""
+    from . import plain_triton
+
+    buffer = torch.ones(READ_BYTES // 4, dtype=torch.int32, device=timer.device)
+    sink = torch.empty(1024, dtype=torch.int32, device=timer.device)
+    sms = torch.cuda.get_device_properties(timer.device).multi_processor_count
+    calls = [functools.partial(plain_triton.read, buffer, sink, blocks * sms) for blocks in (4, 8, 16)]
+    return READ_BYTES / min(timer.row(call, 10).median for call in calls) / 1e6
+
+
+def triton_experts(
+    timer: Timer, weights: Sequence[Tensor], sent: Sequence[Dispatched]
+) -> Callable[[Dispatched], Tensor]:  # fmt: skip
+    """Return experts by plain Triton kernels, with the fastest tiles of a few for each of the two GEMMs.
+
+    Args:
+        weights: w_in and w_out.
+        sent: dispatches with which tiles are timed.
+    """
+    from . import plain_triton
+
+    w_in, w_out = weights
+    width, hidden = w_out.shape[1:]
+    rows = plain_triton.rows_of(max(int(each.route.counts.max()) for each in sent))
+    inner = torch.zeros(sent[0].x.shape[0], width, dtype=w_out.dtype, device=w_out.device)
+
+    def fastest(columns: int, depth: int, gemm: Callable[[tuple[int, ...], int], Any]) -> tuple[int, ...]:
+        tiles = [tile for tile in plain_triton.TILES if columns % tile[0] == 0 and depth % 64 == 0]
+        calls = {tile: functools.partial(gemm, tile) for tile in tiles}
+        took = {tile: timer.row(call, len(sent)).median for tile, call in calls.items()}
+        return min(took, key=took.__getitem__)
+
+    def first_gemm(tile: tuple[int, ...], i: int) -> Tensor:
+        return plain_triton.gate_up(sent[i % len(sent)].x, w_in, sent[i % len(sent)].route.offs, rows, tile)
+
+    def second_gemm(tile: tuple[int, ...], i: int) -> Tensor:
+        return plain_triton.down(inner, w_out, sent[i % len(sent)].route.offs, rows, tile)
+
+    first, second = fastest(width, hidden, first_gemm), fastest(hidden, width, second_gemm)
+
+    def experts(got: Dispatched) -> Tensor:
+        made = plain_triton.gate_up(got.x, w_in, got.route.offs, rows, first)
+        return plain_triton.down(made, w_out, got.route.offs, rows, second)
+
+    return experts
+
+
 def measure(device: torch.device, args: argparse.Namespace) -> None:
     with DecodeLayers(device, args) as run, torch.no_grad():
         run.everything()
@@ -151,7 +205,7 @@ class DecodeLayers(Run):
         sizes = {name: getattr(args, name) for name in ("model", *LayerSizes._fields, "calls", "replays")}
         facts = sizes | {"weights": args.weights, "read_tb_s": None, "results": []}
         super().__init__(device, args, table, benchmark="decode", dtype="bf16", **facts)
-        self.has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        self.has_triton = has_triton(device)
         self.codes: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         """e4m3 weights: w_in, in_scales, w_out, out_scales."""
         self.others: dict[str, other_layers.Layer] = {}
@@ -161,7 +215,7 @@ class DecodeLayers(Run):
         workload = Workload(max(args.tokens), args.hidden, args.experts, args.top_k)
         self.steps = len(args.tokens)
         if self.has_triton:
-            self.found["read_tb_s"] = self.read_speed()
+            self.found["read_tb_s"] = read_speed(self.timer)
             self.say(f"a kernel that only reads: {self.found['read_tb_s']:.2f} TB/s")
         with self.communicator(workload) as comm:
             turned = "transposed" in args.only and args.weights == "bf16"
@@ -185,16 +239,6 @@ class DecodeLayers(Run):
                 self.save()
             comm.check_errors()
 
-    def read_speed(self) -> float:
-        """Return TB/s of the slowest rank."""
-        from . import plain_triton
-
-        buffer = torch.ones(READ_BYTES // 4, dtype=torch.int32, device=self.device)
-        sink = torch.empty(1024, dtype=torch.int32, device=self.device)
-        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        calls = [functools.partial(plain_triton.read, buffer, sink, blocks * sms) for blocks in (4, 8, 16)]
-        return READ_BYTES / min(self.timer.row(call, 10).median for call in calls) / 1e6
-
     def size(self, comm: Communicator, tokens: int) -> Found:
         """Measure one number of tokens."""
         args = self.args
@@ -204,7 +248,7 @@ class DecodeLayers(Run):
         routes = [draw_route(workload, self.rank, tokens + 1000 * i, self.device) for i in range(args.calls)]
         scores = torch.rand(tokens, args.top_k, generator=draw, device=self.device) + 0.1
         scores /= scores.sum(1, keepdim=True)
-        given: list[tuple[Tensor, Tensor, Tensor]] = [(x, route, scores) for route in routes]
+        given = [(x, route, scores) for route in routes]
         how: dict[str, Any] = {"max_tokens": tokens, "zeros": False}
         if self.codes:
             how |= {"format": FORMAT, "scales_as": "rows"}
@@ -239,7 +283,8 @@ class DecodeLayers(Run):
         if self.turned is not None:
             ways["transposed"] = layer("memory", self.turned)
         if self.has_triton and "triton" in args.only and not self.codes:
-            ways["triton"] = self.triton_layer(comm, given, sent)
+            experts = triton_experts(self.timer, self.weights, sent)
+            ways["triton"] = lambda i: between(i, experts)
         expected = ways["torch"](0)
         for name in list(self.others):
             if self.agrees(name, given[0], expected):
@@ -266,39 +311,6 @@ class DecodeLayers(Run):
             self.say(f"{name} is not measured: {problem}")
             del self.others[name]
         return not problem
-
-    def triton_layer(
-        self, comm: Communicator, given: list[tuple[Tensor, Tensor, Tensor]], sent: list[Dispatched]
-    ) -> Callable[[int], Tensor]:
-        """Return a layer with plain Triton kernels, with the fastest tiles of a few for each of the two GEMMs."""
-        from . import plain_triton
-
-        w_in, w_out = self.weights
-        tokens = given[0][0].shape[0]
-        rows = plain_triton.rows_of(max(int(each.route.counts.max()) for each in sent))
-        inner = torch.zeros(sent[0].x.shape[0], w_out.shape[1], dtype=comm.dtype, device=self.device)
-
-        def fastest(columns: int, depth: int, gemm: Callable[[tuple[int, ...], int], Any]) -> tuple[int, ...]:
-            tiles = [tile for tile in plain_triton.TILES if columns % tile[0] == 0 and depth % 64 == 0]
-            calls = {tile: functools.partial(gemm, tile) for tile in tiles}
-            took = {tile: self.timer.row(call, len(sent)).median for tile, call in calls.items()}
-            return min(took, key=took.__getitem__)
-
-        first = fastest(
-            self.args.width, self.args.hidden,
-            lambda tile, i: plain_triton.gate_up(sent[i].x, w_in, sent[i].route.offs, rows, tile),
-        )  # fmt: skip
-        second = fastest(
-            self.args.hidden, self.args.width,
-            lambda tile, i: plain_triton.down(inner, w_out, sent[i].route.offs, rows, tile),
-        )  # fmt: skip
-
-        def layer(i: int) -> Tensor:
-            got = comm.dispatch(*given[i], max_tokens=tokens, zeros=False)
-            made = plain_triton.gate_up(got.x, w_in, got.route.offs, rows, first)
-            return comm.combine(plain_triton.down(made, w_out, got.route.offs, rows, second), got.route, got.weights)
-
-        return layer
 
 
 def cell(result: Found, name: str) -> str:

@@ -96,10 +96,12 @@ class Timer:
         return self._timing([self._span(call, warmup + i) for i in range(iterations)])
 
     def by_turns(
-        self, calls: dict[str, Callable[[int], Any]], rounds: int, row: int = 1, rest: bool = True
-    ) -> dict[str, Timing]:
+        self, calls: dict[str, Callable[[int], Any]], rounds: int, row: int = 1, rest: bool = True,
+        mirrored: bool = False,
+    ) -> dict[str, Timing]:  # fmt: skip
         """Calls that are to be compared: in each round a row of each, in an order of the round's own, and the mean of
-        the row. The i-th time of each is of the same round.
+        the row. The i-th time of each is of the same round. `mirrored`: every second round is in the order of `calls`,
+        and the others in the reverse one.
 
         A GPU that draws all the power that it may lowers its clock, within milliseconds, for whatever comes next. With
         `rest` it idles before each row, and begins at its full clock; without, it is as hot as the row makes it.
@@ -109,7 +111,10 @@ class Timer:
         spans: dict[str, list[Any]] = {name: [] for name in calls}
         for i in range(rounds):
             order = list(calls)
-            random.Random(i).shuffle(order)  # the same on all ranks
+            if mirrored:
+                order = order[::-1] if i % 2 else order
+            else:
+                random.Random(i).shuffle(order)  # the same on all ranks
             for name in order:
                 if rest and self.cuda:
                     torch.cuda._sleep(REST_CYCLES)

@@ -1,0 +1,381 @@
+"""MoE layers of one GPU in one process: ep_ops, PyTorch's grouped GEMMs, and libraries that can be installed with pip.
+
+python benchmarks/rivals.py decode --model qwen3-30b --tokens 1,8,64 --out benchmarks/results/rivals-decode.json
+python benchmarks/rivals.py training --hidden 2048 --width 768 --experts 128 --tokens 8192
+python benchmarks/rivals.py training --device cpu --tokens 16 --hidden 64 --width 32 --experts 8 --top-k 2 --rounds 2
+
+A layer computes weighted sums of SwiGLU experts from tokens, expert ids and routing weights, in bfloat16. Layers of
+ep_ops include dispatch and combine, the others have no exchange. Rounds go through the layers forwards and backwards by
+turns. A figure is the median over rounds, and the ratio the median of the ratios to ep_ops in the same round. A library
+that is not installed, that fails, or whose results are wrong is named with the reason.
+
+`decode` replays CUDA graphs of `--calls` layers. Each call has its own route, and successive calls use different copies
+of the weights, so many that twice the GPU's cache is read before a copy is used again. The floor is the time in which a
+kernel that only reads takes the weights of the experts that tokens name.
+
+`training` times forward without gradients, and forward with backward. Each call reads all weights, which must exceed
+the cache (`weights_mib` and `cache_mib` in the results). The floor is the time of dense GEMMs of the same sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ep_ops import Communicator
+from ep_ops.bench import layer, other_layers
+from ep_ops.bench.decode import MODELS, has_triton, read_speed, triton_experts
+from ep_ops.bench.figures import text_table
+from ep_ops.bench.operators import relative_error
+from ep_ops.bench.options import add_sizes, new_parser, positive, read
+from ep_ops.bench.ranks import Found, Run, on_every_rank
+from ep_ops.bench.workloads import Workload, draw_route
+from ep_ops.commands.doctor import installed
+from ep_ops.nn import expert_mlp
+from ep_ops.records import Dispatched
+
+MAX_ERROR = 3e-2
+TOKENS = {"decode": (1, 8, 32, 64, 128, 256), "training": (4096,)}
+PACKAGES = ("triton", "flashinfer-python", "vllm", "liger-kernel", "sonic-moe", "quack-kernels")
+WAYS = {"ep_ops": "mean", "ep_ops, token-major": "token_major", "ep_ops, quack": "quack"}
+"""Ways of `ep-ops bench layer` that train."""
+
+
+class Made(NamedTuple):
+    """A layer with weights in the layout that it wants."""
+
+    run: other_layers.Layer
+    weights: tuple[Tensor, Tensor]
+    turned: bool
+    """Whether the last two dimensions of the weights are those of w_in and w_out in the other order."""
+
+
+def of_torch(w_in: Tensor, w_out: Tensor) -> Made:
+    """Return a layer of PyTorch's operators: sort, grouped GEMMs, and a sum over each token's rows."""
+    experts = w_in.shape[0]
+
+    def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        ordered, order = ids.flatten().sort(stable=True)
+        offs = torch.searchsorted(ordered, torch.arange(experts, device=x.device, dtype=ids.dtype), right=True).int()
+        token = order // ids.shape[1]
+        gate, up = torch.nn.functional.grouped_mm(x[token], w_in, offs=offs).chunk(2, 1)
+        y = torch.nn.functional.grouped_mm(torch.nn.functional.silu(gate) * up, w_out, offs=offs)
+        weighted = y.float() * weights.flatten()[order, None]
+        return torch.zeros(x.shape, device=x.device).index_add(0, token, weighted).to(x.dtype)
+
+    return Made(run, (w_in, w_out), False)
+
+
+def of_liger(w_in: Tensor, w_out: Tensor) -> Made:
+    """Return Liger's Triton layer (liger-kernel 0.8.5)."""
+    from liger_kernel.ops import LigerFusedMoEFunction
+
+    made = w_in.mT.contiguous(), w_out.mT.contiguous()
+    return Made(lambda x, ids, weights: LigerFusedMoEFunction.apply(x, *made, ids, weights), made, True)
+
+
+def of_sonic(w_in: Tensor, w_out: Tensor) -> Made:
+    """Return SonicMoE's layer (sonic-moe 0.1.2.post1), with gate and up behind each other as they are here."""
+    from sonicmoe import moe_general_routing_inputs
+    from sonicmoe.enums import ActivationType
+
+    made, experts = (w_in.mT.contiguous(), w_out.mT.contiguous()), w_in.shape[0]
+
+    def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        tokens = torch.arange(ids.shape[0], dtype=torch.int32, device=x.device).repeat_interleave(ids.shape[1])
+        first, second = (w.permute(1, 2, 0) for w in made)
+        return moe_general_routing_inputs(
+            x, weights.flatten(), tokens, ids.flatten(), first, None, second, None, experts,
+            torch.cuda.current_stream().cuda_stream, ActivationType.SWIGLU, not torch.is_grad_enabled(), True,
+        )[0]  # fmt: skip
+
+    return Made(run, made, True)
+
+
+TRAINING = {"torch": of_torch, "Liger": of_liger, "SonicMoE": of_sonic}
+"""Layers with gradients besides those of ep_ops."""
+
+
+def options() -> argparse.ArgumentParser:
+    parser = new_parser(__doc__)
+    parser.add_argument("what", choices=TOKENS)
+    add_sizes(parser, TOKENS["decode"])
+    parser.add_argument("--width", type=positive, help="inside each expert")
+    parser.add_argument("--model", choices=MODELS, default="deepseek-v3", help="sizes that are not given")
+    parser.add_argument("--rounds", type=positive, default=20, help="that are timed (default: %(default)s)")
+    parser.add_argument("--calls", type=positive, default=10, help="layers in a graph (default: %(default)s)")
+    parser.set_defaults(hidden=None, experts=None, top_k=None, tokens=None, ranks=1)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = options()
+    given = parser.parse_args(argv)
+    parser.set_defaults(**MODELS[given.model]._asdict(), tokens=TOKENS[given.what])
+    args = read(parser, argv)
+    if args.ranks != 1:
+        parser.error(f"--ranks is {args.ranks}; allowed: 1, because the other layers have no exchange")
+    return on_every_rank(measure, args)
+
+
+def measure(device: torch.device, args: argparse.Namespace) -> None:
+    kind = Decode if args.what == "decode" else Training
+    with kind(device, args) as run:
+        run.everything()
+
+
+class Rivals(Run):
+    """What both benchmarks share: a result for each number of tokens, and why layers are missing."""
+
+    comm: Communicator
+
+    def __init__(self, device: torch.device, args: argparse.Namespace) -> None:
+        names = "model", "hidden", "width", "experts", "top_k", "rounds", "calls"
+        facts = {name: getattr(args, name) for name in names}
+        versions = {name: installed(name) for name in PACKAGES}
+        super().__init__(
+            device, args, table, benchmark=f"rivals {args.what}", dtype="bf16", **facts, versions=versions, missing={},
+            results=[],
+        )  # fmt: skip
+
+    def everything(self) -> None:
+        args = self.args
+        self.steps = len(args.tokens)
+        workload = Workload(max(args.tokens), args.hidden, args.experts, args.top_k)
+        with self.communicator(workload, **({} if args.what == "decode" else {"latency_max_tokens": 0})) as self.comm:
+            for tokens in args.tokens:
+                self.found["results"].append(self.size(tokens))
+                self.done += 1
+                self.save()
+            self.comm.check_errors()
+
+    def size(self, tokens: int) -> Found:
+        """Measure one number of tokens."""
+        raise NotImplementedError
+
+    def tried(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` returns, or None and record the reason if it fails or if its results are wrong."""
+        try:
+            return make()
+        except Exception as error:  # an import of a library that does not support this host may raise anything
+            self.found["missing"][name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
+            self.say(f"{name} is not measured: {self.found['missing'][name]}")
+            return None
+
+    def timed(self, calls: dict[str, Callable[[int], Any]], each: int, figure: str, rows: dict[str, Found]) -> None:
+        """Time calls by turns, and add µs of one of ``each`` and the ratio to ep_ops to their rows."""
+        found = self.timer.by_turns(calls, self.args.rounds, rest=False, mirrored=True)
+        for name, timing in found.items():
+            rows[name][figure] = timing.each(each).median
+            if "ep_ops" in found:
+                rows[name][f"{figure}_ratio"] = timing.over(found["ep_ops"])
+
+
+def check(errors: dict[str, float]) -> dict[str, float]:
+    """Return the errors of a layer's results. ValueError if they are wrong."""
+    if wrong := [f"{name} {error:.1e}" for name, error in errors.items() if not error <= MAX_ERROR]:
+        raise ValueError(f"results differ from torch's: {', '.join(wrong)}")
+    return errors
+
+
+# ---------------------------------------------------------------------- decode
+
+
+class Decode(Rivals):
+    @torch.no_grad()
+    def size(self, tokens: int) -> Found:
+        args, device = self.args, self.device
+        draw = torch.Generator(device=device).manual_seed(0)
+        x = torch.randn(tokens, args.hidden, generator=draw, device=device).to(self.comm.dtype)
+        scores = torch.rand(tokens, args.top_k, generator=draw, device=device) + 0.1
+        scores /= scores.sum(1, keepdim=True)
+        workload = Workload(tokens, args.hidden, args.experts, args.top_k)
+        routes = [draw_route(workload, 0, tokens + 1000 * i, device) for i in range(args.calls)]
+        named = sum(len(route.unique()) for route in routes) / args.calls
+        nbytes = named * 3 * args.hidden * args.width * 2
+        copies = 2 + int(2 * cache_bytes(device) / nbytes)
+        weights = [self.weights(seed) for seed in range(copies)]
+        found: Found = {"tokens": tokens, "named": named, "copies": copies}
+        if has_triton(device):
+            if "read_tb_s" not in self.found:
+                self.found["read_tb_s"] = read_speed(self.timer)
+            found["floor_us"] = nbytes / self.found["read_tb_s"] / 1e6
+        sent = [self.comm.dispatch(x, route, scores, max_tokens=tokens, zeros=False) for route in routes]
+        expected = of_torch(*weights[0]).run(x, routes[0], scores)
+        rows, calls = dict[str, Found](), dict[str, Callable[[int], Any]]()
+        for name, make in self.layers(tokens, sent).items():
+
+            def ready(make: Callable[..., other_layers.Layer] = make) -> tuple[Callable[[int], Any], float]:
+                made = [make(*each) for each in weights]
+                error = check({"out": relative_error(made[0](x, routes[0], scores), expected)})["out"]
+                run = lambda i: made[i % copies](x, routes[i % args.calls], scores)  # noqa: E731
+                return self.timer.captured(run, args.calls), error
+
+            if (got := self.tried(name, ready)) is not None:
+                calls[name], rows[name] = got[0], {"layer": name, "error": got[1]}
+        self.timed(calls, args.calls, "us", rows)
+        return found | {"rows": list(rows.values())}
+
+    def weights(self, seed: int) -> tuple[Tensor, Tensor]:
+        """Return the weights of all experts, different for each copy."""
+        first, second = layer.made(self.comm, self.args.width)
+        return first.roll(seed, 0), second.roll(seed, 0)
+
+    def layers(self, tokens: int, sent: list[Dispatched]) -> dict[str, Callable[[Tensor, Tensor], other_layers.Layer]]:
+        """Return what makes each layer from w_in and w_out."""
+        comm = self.comm
+
+        def ours(w_in: Tensor, w_out: Tensor) -> other_layers.Layer:
+            return lambda x, ids, weights: expert_mlp(comm, x, ids, weights, w_in, w_out, max_tokens=tokens).out
+
+        def triton(w_in: Tensor, w_out: Tensor) -> other_layers.Layer:
+            experts = triton_experts(self.timer, (w_in, w_out), sent)
+
+            def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+                got = comm.dispatch(x, ids, weights, max_tokens=tokens, zeros=False)
+                return comm.combine(experts(got), got.route, got.weights)
+
+            return run
+
+        others = {name: functools.partial(make, comm) for name, make in other_layers.LAYERS["bf16"].items()}
+        return {"ep_ops": ours, "torch": lambda *w: of_torch(*w).run, "ep_ops, plain Triton GEMMs": triton, **others}
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Return the size of the GPU's L2 cache; 0 on a CPU."""
+    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+
+
+# ---------------------------------------------------------------------- training
+
+
+class Training(Rivals):
+    def size(self, tokens: int) -> Found:
+        names = {"tokens": tokens, "times": None, "mode": "eager"}
+        self.args = argparse.Namespace(**{**vars(self.args), **names})  # as `ep-ops bench layer` has them
+        inputs = layer.LayerInputs(self, self.comm)
+        weights_mib = sum(w.nbytes for w in inputs.matrices) / 2**20
+        found: Found = {"tokens": tokens, "weights_mib": weights_mib, "cache_mib": cache_bytes(self.device) / 2**20}
+        expected = results(inputs, of_torch(*(w.detach().requires_grad_() for w in inputs.matrices)))
+        rows, calls = dict[str, Found](), dict[str, Layer]()
+        for name, make in self.layers(inputs).items():
+
+            def ready(make: Callable[[], Layer] = make) -> tuple[Layer, dict[str, float]]:
+                made = make()
+                got = results(inputs, made.made)
+                return made, check({what: relative_error(got[what], expected[what]) for what in expected})
+
+            if (pair := self.tried(name, ready)) is not None:
+                calls[name], rows[name] = pair[0], {"layer": name, "error": max(pair[1].values())}
+        for figure, grads in (("forward_us", False), ("forward_backward_us", True)):
+            self.timed({name: made.call(grads) for name, made in calls.items()}, 1, figure, rows)
+            found[f"floor_{figure}"] = self.timer.row(self.dense(tokens, grads), self.args.rounds).median
+        return found | {"rows": list(rows.values())}
+
+    def layers(self, inputs: layer.LayerInputs) -> dict[str, Callable[[], Layer]]:
+        """Return what makes each layer."""
+        mine = {name: functools.partial(ours, self, inputs, way) for name, way in WAYS.items()}
+        return {**mine, **{name: functools.partial(theirs, inputs, make) for name, make in TRAINING.items()}}
+
+    def dense(self, tokens: int, grads: bool) -> Callable[[int], Any]:
+        """Return dense GEMMs as large as those of the layer, of one expert: all rows in one product."""
+        args, rows = self.args, tokens * self.args.top_k
+        made = functools.partial(torch.ones, dtype=self.comm.dtype, device=self.device)
+        x, h, a = made(rows, args.hidden), made(rows, 2 * args.width), made(rows, args.width)
+        w_in, w_out = made(args.hidden, 2 * args.width), made(args.width, args.hidden)
+        pairs = [(x, w_in), (a, w_out)]
+        if grads:
+            pairs += [(x, w_out.t()), (h, w_in.t()), (x.t(), h), (a.t(), x)]
+
+        def run(i: int) -> None:
+            for left, right in pairs:
+                left @ right
+
+        return run
+
+
+class Layer:
+    """A layer that trains, and its inputs."""
+
+    def __init__(self, inputs: layer.LayerInputs, made: Made) -> None:
+        self.inputs, self.made = inputs, made
+
+    def call(self, grads: bool) -> Callable[[int], Any]:
+        """Return what is timed: forward without gradients, or forward and backward."""
+        inputs, made = self.inputs, self.made
+        given = inputs.x, inputs.idx, inputs.weights
+
+        def forward(i: int) -> Tensor:
+            with torch.no_grad():
+                return made.run(*given)
+
+        def both(i: int) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(made.run(*given), (inputs.x, inputs.weights, *made.weights), inputs.grad)
+
+        return both if grads else forward
+
+
+def ours(run: Training, inputs: layer.LayerInputs, way: str) -> Layer:
+    """Return a layer of ep_ops as `ep-ops bench layer` makes it."""
+    if way == "quack":
+        import quack  # noqa: F401
+    made = layer.Layer(run, inputs, way)
+    w_in, w_out = made.experts.parameters()
+    return Layer(inputs, Made(made.experts, (w_in, w_out), False))
+
+
+def theirs(inputs: layer.LayerInputs, make: Callable[[Tensor, Tensor], Made]) -> Layer:
+    """Return another layer, whose weights take gradients."""
+    w_in, w_out = inputs.matrices
+    made = make(w_in.detach().clone(), w_out.detach().clone())
+    for w in made.weights:
+        w.requires_grad_()
+    return Layer(inputs, made)
+
+
+def results(inputs: layer.LayerInputs, made: Made) -> dict[str, Tensor]:
+    """Return the output and all gradients, those of weights as a matrix with a row for each input of an expert."""
+    out = made.run(inputs.x, inputs.idx, inputs.weights)
+    x, weights, *of_weights = torch.autograd.grad(out, (inputs.x, inputs.weights, *made.weights), inputs.grad)
+    names, found = ("w_in", "w_out"), {"out": out.detach(), "x": x, "routing weights": weights.reshape(1, -1)}
+    for name, got in zip(names, of_weights, strict=True):
+        found[name] = (got.mT if made.turned else got).reshape(1, -1)
+    return found
+
+
+# ---------------------------------------------------------------------- results
+
+
+def cell(found: Found, figure: str) -> str:
+    """Return µs, and the ratio to ep_ops."""
+    if figure not in found:
+        return ""
+    ratio = found.get(f"{figure}_ratio")
+    return f"{found[figure]:.1f}" + ("" if ratio is None else f" ({ratio:.2f})")
+
+
+def table(run: Found) -> list[str]:
+    """Return the lines of the table for a terminal."""
+    results = run["results"]
+    figures = ("us",) if run["benchmark"] == "rivals decode" else ("forward_us", "forward_backward_us")
+    names = {"us": "", "forward_us": " forward", "forward_backward_us": " and backward"}
+    sizes = f"{run['experts']} experts, top-{run['top_k']}, hidden {run['hidden']}, width {run['width']}"
+    rows = [["µs (ratio to ep_ops) at T =", *(f"{one['tokens']}{names[f]}" for one in results for f in figures)]]
+    floors = [one.get("floor_us" if f == "us" else f"floor_{f}") for one in results for f in figures]
+    if any(floors):
+        rows.append(["floor", *("" if floor is None else f"{floor:.1f}" for floor in floors)])
+    layers = dict.fromkeys(row["layer"] for one in results for row in one["rows"])
+    for name in layers:
+        own = [{row["layer"]: row for row in one["rows"]}.get(name, {}) for one in results]
+        rows.append([name, *(cell(row, f) for row in own for f in figures)])
+    return [sizes, *text_table(rows), *(f"{name}: {why}" for name, why in run["missing"].items())]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
