@@ -109,12 +109,15 @@ class FewRowsE4M3(FewRows):
                         at = (Int64(part.begin + row) * self.scales + number) * 4
                         of_rows.append(ptx.ld_f32(args.scales + at))
                     for half in range_constexpr(2):
-                        sums: tuple[Float32, ...] = (Float32(0.0),) * 4
+                        sums: tuple[Float32, ...] = ()
                         for k in range_constexpr(4):
                             products: tuple[Float32, ...] = (Float32(0.0),) * 4
                             for pair in range_constexpr(2):
                                 products = ptx.mma(products, weights[2 * k + half][pair], numbers[k][pair], "fp16")
-                            sums = tuple(ptx.add_rn(sums[i], products[i]) for i in range(4))
+                            if const_expr(k == 0):  # adding to zero changes only the sign of zeros, which acc loses
+                                sums = products
+                            else:
+                                sums = tuple(ptx.add_rn(sums[i], products[i]) for i in range(4))
                         for i in range_constexpr(4):
                             scale = ptx.mul_rn(of_weights[half], of_rows[i % 2])
                             to = (half * self.groups + group) * 4 + i
