@@ -150,8 +150,8 @@ class Config:
         overflow: what happens when rows exceed ``capacity`` or ``slots``. "count": they are dropped and counted
             (``Dispatched.dropped``). "raise": the next :meth:`Communicator.check_errors` raises as well; it then waits
             for the device.
-        statistics: True: count operations, rows, bytes and waits for :meth:`Communicator.statistics`. It adds two small
-            kernels to each dispatch, one to each combine, and a few instructions to the kernels of the cute backend.
+        statistics: whether to count operations, rows, bytes and waits for :meth:`Communicator.statistics`. It adds two
+            small kernels to each dispatch, one to each combine, and a few instructions to the cute backend's kernels.
         name: name by which operators find the communicator. Empty: "ep0", "ep1", ..., a number that no rank has used.
         check: "1" compares every operation with the reference backend (docs/failures.md), "0" does not. Default:
             ``EP_OPS_CHECK`` in the environment.
