@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import hashlib
 import inspect
 import json
@@ -22,6 +23,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +34,6 @@ SIZES = dict(num_experts=64, hidden_size=7168, top_k=8, max_tokens_per_rank=4096
 
 def kernels() -> list[Any]:
     """Return the kernels of this process's checkout."""
-    from cute_kernels.gemm.few_rows import FewRows, tile_of
-    from cute_kernels.local.expert_lists import MakeExpertLists
-    from cute_kernels.local.places_route import PlacesRoute
-    from cute_kernels.local.sum_rows import SumRows
-    from cute_kernels.local.swiglu import SwiGLURows
     from ep_ops.backends.cute.backend import all_kernels
     from ep_ops.config import Config
     from ep_ops.memory import planned
@@ -47,19 +44,35 @@ def kernels() -> list[Any]:
     found = [
         *of(2), *of(8, FORMATS), *of(2, FORMATS[2:]), *of(8, FORMATS[2:], domain_size=4, wire="nvlink"),
         *of(8, hidden_size=256, num_experts=36, experts_per_rank=(4, 0, 8, 4, 4, 4, 8, 4), top_k=2),
-        MakeExpertLists(8), PlacesRoute(),
-        *(SumRows(7168, "bf16", *which) for which in ((False, False), (True, False), (False, True))),
-        SwiGLURows(2048, "bf16"), SwiGLURows(2048, "bf16", True),
-        *(SwiGLURows(2048, "bf16", False, *how) for how in FORMATS[:2]),
-        FewRows(128, 2048, 768, "bf16", tile_of(768, True, False, 32, 64), True, False),
-        FewRows(128, 768, 2048, "bf16", tile_of(2048, False, True, 16, 64), False, True),
+        *local_kernels(),
     ]  # fmt: skip
     return list(dict.fromkeys(found))
 
 
+def local_kernels() -> Iterator[Any]:
+    """Yield the kernels of a single rank. Checkouts name their classes differently, and not all have every kernel."""
+    from cute_kernels.local import expert_lists, places_route, sum_rows, swiglu
+
+    def first(module: Any, *names: str) -> Any:
+        return next(getattr(module, name) for name in names if hasattr(module, name))
+
+    yield first(expert_lists, "MakeExpertLists", "ExpertLists")(8)
+    yield places_route.PlacesRoute()
+    for which in ((False, False), (True, False), (False, True)):
+        yield sum_rows.SumRows(7168, "bf16", *which)
+    for how in ((), (True,), (False, *FORMATS[0]), (False, *FORMATS[1])):
+        yield first(swiglu, "SwiGLURows", "SwiGLU")(2048, "bf16", *how)
+    with contextlib.suppress(ImportError):
+        from cute_kernels.gemm.few_rows import FewRows, tile_of
+
+        yield FewRows(128, 2048, 768, "bf16", tile_of(768, True, False, 32, 64), True, False)
+        yield FewRows(128, 768, 2048, "bf16", tile_of(2048, False, True, 16, 64), False, True)
+
+
 def described(kernel: Any) -> str:
-    """Return a description that is the same in both checkouts."""
-    return re.sub(r"(problem=)?Problem\((.*?route_tokens=\d+(, counts_waits=\w+)?)\)", problem_of(kernel), repr(kernel))
+    """Return a description that is the same in both checkouts: the kernel's name and its fields."""
+    problem = r"(problem=)?Problem\((.*?route_tokens=\d+(, counts_waits=\w+)?)\)"
+    return re.sub(r"^\w+", kernel.name, re.sub(problem, problem_of(kernel), repr(kernel)))
 
 
 def problem_of(kernel: Any) -> str:
@@ -118,7 +131,7 @@ def write(path: Path, only: list[str], processes: int) -> None:
 
 def compiled(checkout: Path, keep: Path, only: list[str], processes: int) -> dict[str, Any]:
     digest = hashlib.sha256(" ".join(only).encode())
-    for part in (kernels, normalized, compile_one):
+    for part in (kernels, local_kernels, described, normalized, compile_one):
         digest.update(inspect.getsource(part).encode())
     for path in sorted((checkout / "cute_kernels").rglob("*.py")):
         digest.update(path.read_bytes())
