@@ -7,6 +7,7 @@ together again.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -14,6 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
+from .barriers import begin_block, end_block
 from .heap import Problem
 from .views import View
 
@@ -63,7 +65,9 @@ class Launched:
         stream: cuda.CUstream = values[-1]
         args = gather(self.Args, values[:-1])
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True)
+        begin_block(self.options["block"][0])
         self.kernel(args).launch(grid=(args.blocks, 1, 1), stream=stream, **self.options)
+        end_block()
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,13 @@ class Kernel(Launched):
     """A kernel of several ranks, compiled for a problem. Its arguments begin with `RankArgs`."""
 
     problem: Problem
+
+    def __new__(cls, problem: Problem | None = None, *_: Any, **__: Any) -> "Kernel":
+        """Create a kernel, of the subclass for several NVLink domains if the problem has several."""
+        if problem is not None and problem.num_domains > 1:
+            # By name, because the subclasses' files import this one.
+            cls = import_module(".internode.kernels", __package__).ACROSS.get(cls, cls)
+        return object.__new__(cls)
 
     @property
     def one_block(self) -> dict[str, Any]:

@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64
 from cutlass.cute import arch
 
 from . import operation, ptx, sync
+from .barriers import whole_block
 from .domains import is_near
 from .heap import EPOCH, REASON_BYTES, Heap
-from .ids import thread_id, warp_id
+from .ids import thread_id
+from .internode.rejected import put_reason, settle
 from .latency.sizes import LatencyHeap
 from .launch import Kernel, RankArgs
 from .views import Words
@@ -36,7 +38,7 @@ class RejectArgs(NamedTuple):
 @cute.jit
 def leave_reason(ranks: sync.Ranks, text: Int64, threads: cutlass.Constexpr[int]) -> None:
     """By a block: copies this rank's reason from `text` to every rank of its NVLink domain."""
-    for i in cutlass.range(thread_id(), ranks.world_size * WORDS, threads):
+    for i in cutlass.range(thread_id(), ranks.world_size * WORDS, whole_block(threads)):
         peer = i // WORDS
         number = i - peer * WORDS
         if is_near(ranks, peer):
@@ -68,8 +70,7 @@ class Reject(Kernel):
         leave_reason(ranks, args.text, THREADS)
         # The whole block's text comes before each thread's releases.
         arch.sync_threads()
-        if const_expr(self.problem.num_domains > 1):
-            self.put_reason(ranks)
+        put_reason(ranks, THREADS)
         for peer in cutlass.range(tid, world_size, THREADS):
             if is_near(ranks, peer):
                 # Program order of two releases: a thread that acquires the hello sees the `rejection` flag.
@@ -81,18 +82,6 @@ class Reject(Kernel):
         operation.add_waits(ranks, tid, THREADS)
         if tid == 0:
             operation.note_begun(ranks)
-            if const_expr(self.problem.num_domains > 1):
-                operation.settle(ranks)
+            settle(ranks)
             operation.note_met(ranks)
             ptx.st_u64(ranks.word(EPOCH), ranks.epoch + 1)
-
-    @cute.jit
-    def put_reason(self, ranks: sync.Ranks) -> None:
-        """Send the reason to the ranks of other domains, with one put each from this rank's own copy of it."""
-        reason = ranks.offsets("reason").at(ranks.rank)
-        rank = Int32(warp_id())
-        while rank < self.problem.world_size and ranks.goes_on:
-            if not is_near(ranks, rank):
-                word = ranks.offsets("rejected").at(ranks.rank)
-                self.problem.wire.put_signal(ranks, rank, reason, reason, Int32(REASON_BYTES), word, ranks.mark)
-            rank += THREADS // 32

@@ -53,9 +53,8 @@ from cutlass.cute import arch
 
 from . import ptx
 from .carried import Carried
-from .domains import is_near, position_of, rank_at
+from .domains import is_near
 from .heap import (
-    ALIVE,
     EPOCH,
     FAILED,
     GAVE_UP,
@@ -66,16 +65,23 @@ from .heap import (
     WAIT_UNIT,
     Heap,
 )
+from .internode.reports import (
+    heed_alarm,
+    heed_rejections,
+    late_rank,
+    put_alarm,
+    put_flag,
+    rejection_follows,
+    show_alive,
+)
 from .launch import RankArgs
 from .marks import (
     ALARM_BITS,
     GIVEN_UP,
-    KINDS,
     SHIFT,
     base_of,
     beside_number,
     has_number,
-    kind_in,
     number_in,
     same_operation,
 )
@@ -113,8 +119,6 @@ FAILED_BY_PEER = 3
 this rank gave up itself and reports it."""
 LONG_NS = 60_000_000_000
 """A wait that lasts this long, or a tenth of the deadline, is reported for a warning."""
-
-REJECTED_KIND = KINDS.index("rejected")
 
 POLLS_PER_CHECK = 256
 """Number of polls between two checks of the deadline."""
@@ -211,13 +215,10 @@ def set_flag(
     ranks: Ranks, flag: cutlass.Constexpr[str], peer: Int32, index: Any, release: cutlass.Constexpr[bool]
 ) -> None:
     offset = flag_at(ranks.offsets(flag), index)
-    if const_expr(not ranks.heap.problem.domains):
+    if is_near(ranks, peer):
         store_flag(ranks.peer(peer) + offset, ranks.mark, release)
     else:
-        if is_near(ranks, peer):
-            store_flag(ranks.peer(peer) + offset, ranks.mark, release)
-        elif ranks.goes_on:  # over a wire, who has given up says nothing any more
-            ranks.heap.problem.wire.put_value(ranks, peer, offset, ranks.mark)
+        put_flag(ranks, peer, offset)
 
 
 def store_flag(address: Int64, mark: Int64, release: bool) -> None:
@@ -373,8 +374,7 @@ def why_stop(ranks: Ranks, start: Int64, peer: Int32) -> tuple[Int32, Int64]:
     if peer == ranks.rank:
         limit = 2 * ranks.timeout_ns
     heed_alarm(ranks)
-    if const_expr(ranks.heap.problem.num_domains > 1):
-        ptx.st_relaxed_sys(ranks.word(ALIVE), arch.globaltimer())
+    show_alive(ranks)
     failed = ptx.ld_acquire_sys(ranks.word(FAILED))
     if failed != 0 or arch.globaltimer() - start > limit:
         reason = Int32(TIMEOUT)
@@ -383,9 +383,7 @@ def why_stop(ranks: Ranks, start: Int64, peer: Int32) -> tuple[Int32, Int64]:
     # A rank that rejects releases this flag before its hello: an acquire of the hello makes the flag visible.
     rejection = ptx.ld_acquire_sys(ranks.view("rejection").base)
     if mark != ranks.mark and same_operation(mark, ranks.mark):
-        if const_expr(not ranks.heap.problem.domains):
-            reason = Int32(MISMATCH)
-        elif kind_in(mark ^ ranks.base) != REJECTED_KIND:  # the flag may arrive after the hello
+        if not rejection_follows(ranks, mark):
             reason = Int32(MISMATCH)
     if same_operation(rejection, ranks.mark):
         reason = Int32(REJECTION)
@@ -394,63 +392,12 @@ def why_stop(ranks: Ranks, start: Int64, peer: Int32) -> tuple[Int32, Int64]:
 
 
 @cute.jit
-def heed_alarm(ranks: Ranks) -> None:
-    """By any thread: copy an alarm of another NVLink domain, whose ranks set nothing else, to this rank's state."""
-    if const_expr(ranks.heap.problem.num_domains > 1):
-        if ptx.ld_acquire_sys(ranks.lasting("alarm").base) != 0:
-            ptx.atom_fail_by_peer(ranks.word(FAILED))
-
-
-@cute.jit
-def late_rank(ranks: Ranks, peer: Int32) -> Int32:
-    """By one thread whose wait for `peer` has reached its deadline: return the rank to name in the error.
-
-    A stager does not know which rank of its domain has the copy that it waits for, and a rank that waits for relayed
-    data does not know whether the source or the stager is late. If `peer` is not silent, this returns a rank of this
-    domain that is.
-    """
-    found = Int32(peer)
-    if not is_silent(ranks, peer):
-        domain, _ = position_of(ranks, ranks.rank)
-        for index in cutlass.range(ranks.heap.problem.domain_ranks):
-            mate = rank_at(ranks, domain, index)
-            if is_silent(ranks, mate):
-                found = mate
-    return found
-
-
-@cute.jit
-def is_silent(ranks: Ranks, rank: Int32) -> Boolean:
-    """Return whether `rank` is another rank of this domain, in the same operation, none of whose threads has been
-    waiting recently: it is dead, or does not launch what is expected of it."""
-    found = Boolean(False)
-    if rank != ranks.rank:
-        if is_near(ranks, rank):
-            heap = ranks.peer(rank)
-            since = arch.globaltimer() - ptx.ld_relaxed_sys(ranks.word(ALIVE, heap))
-            its = base_of(ptx.ld_relaxed_sys(ranks.word(EPOCH, heap)))
-            found = since > ranks.timeout_ns // 2 and same_operation(its, ranks.mark)
-    return found
-
-
-@cute.jit
-def heed_rejections(ranks: Ranks) -> None:
-    """By any thread: copy the rejection words that ranks of other NVLink domains set to the `rejection` flag."""
-    if const_expr(ranks.heap.problem.num_domains > 1):
-        for rank in cutlass.range(ranks.world_size):
-            word = ranks.view("rejected").at(rank)
-            if same_operation(ptx.ld_relaxed_sys(word), ranks.mark):
-                ptx.st_release_sys(ranks.view("rejection").base, ptx.ld_acquire_sys(word))
-
-
-@cute.jit
 def fail(ranks: Ranks, reason: Int32, flag: cutlass.Constexpr[str], peer: Int32, detail: Int32, seen: Int64) -> None:
     """Report a wait that ended. The first failed wait of this rank writes the first record: why it failed, or that
     another rank's alarm ended it. Waits that end because of a rejection write the third record; within one operation
     they all write the same (the terms of the seen mark contain the rank)."""
-    if const_expr(ranks.heap.problem.num_domains > 1):
-        if reason == TIMEOUT:
-            peer = late_rank(ranks, peer)
+    if reason == TIMEOUT:
+        peer = late_rank(ranks, peer)
     record = Int32(0)
     writes = reason == REJECTION
     if writes:
@@ -539,14 +486,10 @@ def pass_on(ranks: Ranks, failed: Int64) -> None:
             write_report(ranks, 0, Int32(PEER_FAILED), Int32(0), ranks.rank, Int32(0), alarm)
     peer = Int32(0)
     while alarm != 0 and peer < ranks.world_size:
-        if const_expr(not ranks.heap.problem.domains):
+        if is_near(ranks, peer):
             send_alarm(ranks, ranks.peer(peer), alarm)
         else:
-            if is_near(ranks, peer):
-                send_alarm(ranks, ranks.peer(peer), alarm)
-            else:
-                # Two words may arrive in any order, so waits across domains check the alarm itself.
-                ranks.heap.problem.wire.put_value(ranks, peer, ranks.lasting("alarm", Int64(0)).base, alarm)
+            put_alarm(ranks, peer, alarm)
         peer += 1
 
 

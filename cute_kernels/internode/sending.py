@@ -17,6 +17,7 @@ from cutlass import Boolean, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
+from ..barriers import whole_block
 from ..copies import nth_bit
 from ..domains import on_rail, position_of, rank_at, slot_there
 from ..experts import holder_of
@@ -120,7 +121,7 @@ def copy_rows(
 ) -> None:
     """By a whole block: copy the rows of the tokens of `mask`, without gaps between them."""
     total = Int32(arch.popc(mask)) * (row_bytes // 16)
-    for first in cutlass.range(thread_id(), total, VECTORS * threads):
+    for first in cutlass.range(thread_id(), total, VECTORS * whole_block(threads)):
         # Behind the end the last vector is copied once more.
         numbers = [cutlass.min(first + i * threads, total - 1) for i in range(VECTORS)]
         words = []
@@ -214,7 +215,7 @@ def relay(
             arch.fence_acq_rel_sys()
             for index in cutlass.range(p.domain_ranks):
                 ptx.st_relaxed_sys(ranks.peer(rank_at(ranks, domain, index)) + flag, seen)
-            item += threads
+            item += whole_block(threads)
             start, polls = Int64(arch.globaltimer()), Int32(0)
         elif polls >= sync.POLLS_PER_CHECK:
             polls = Int32(0)

@@ -15,6 +15,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
+from ..barriers import whole_block
 from ..copies import Copies, copies_of, lowest
 from ..domains import index_of, on_rail, position_of, rank_at, slot_of, slot_there
 from ..experts import holder_of
@@ -128,7 +129,7 @@ def pass_sums(
         # Extends each warp's acquires to the whole block, and counts whether all came: no sum may cross of which a
         # copy has not come.
         whole = ptx.barrier_count(Int32(complete))
-        if whole == threads and mask != 0:
+        if whole == whole_block(threads) and mask != 0:
             if const_expr(scalars):
                 if warp == 0:
                     if const_expr(ids):

@@ -30,6 +30,7 @@ from cutlass import Boolean, Int32, Int64, Uint64, const_expr
 from cutlass.cute import arch
 
 from .. import ptx
+from ..barriers import whole_block
 from ..copies import lowest
 from ..ids import thread_id
 from ..sync import Ranks
@@ -136,7 +137,7 @@ def copy_by_warp(there: Int64, here: Int64, nbytes: Int32) -> None:
 @cute.jit
 def copy_by_block(threads: cutlass.Constexpr[int], there: Int64, here: Int64, nbytes: Int32) -> None:
     """By a whole block: several loads of each thread are in flight together."""
-    for at in cutlass.range(thread_id() * 16, nbytes, VECTORS * threads * 16):
+    for at in cutlass.range(thread_id() * 16, nbytes, VECTORS * whole_block(threads) * 16):
         # Behind the end the last vector is read once more.
         offsets = [at + i * (threads * 16) for i in range(VECTORS)]
         words = [ptx.ld_v4(here + cutlass.min(offset, nbytes - 16)) for offset in offsets]

@@ -9,8 +9,7 @@ ranks. A block with both roles pushes first. Pushing never waits, so every wait 
 Completion. The kernel has seen every line that the route expects before it exits. It waits for the hello flags of ranks
 without rows for this one, as the rule of two banks requires (sync.py).
 
-combine_sender.py describes pushing. Ranks of other NVLink domains get their sums by puts, before all others; owners sum
-in the order of the tree over domains (docs/domains.md).
+combine_sender.py describes pushing. internode/latency_combine.py adds what several NVLink domains need.
 """
 
 from dataclasses import dataclass
@@ -18,21 +17,18 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import operation, ptx, sync
-from ..copies import below, copies_of, set_of
-from ..domains import is_near
+from ..barriers import WarpBarrier
+from ..copies import below, set_of
 from ..experts import holder_of
 from ..ids import block_ids, warp_id
 from ..rows import Width
 from ..views import Records
-from .bundled import first_of, number_sums
 from .combine_sender import BATCH, CombineSender, LatencyCombineArgs, report_bad_row
-from .far import Order, await_far, end, have_put, order_of
 from .packets import (
-    THREADS,
     WARPS,
     WarpShare,
     await_packets,
@@ -46,8 +42,10 @@ from .packets import (
 )
 from .reach import Peers
 from .sizes import PAYLOAD_BYTES
-from .sum_packets import numbers_in, quantize_again, scale_in, store_sums
+from .sum_packets import numbers_in, scale_in, store_sums
 
+EPOCH_HELD = WarpBarrier(1, WARPS - 1, 1)
+"""The barrier at which each warp reports that it has the epoch."""
 COPIES = 4
 """Number of copies of a token that a warp waits for together, limited by registers."""
 
@@ -79,47 +77,30 @@ class LatencyCombine(CombineSender):
         if const_expr(self.send):
             if bid == blocks - 1 and warp == WARPS - 1:
                 operation.say_hello(ranks, lane, 32, False)
-            if const_expr(p.num_domains > 1):
-                if bid < args.senders:
-                    if const_expr(p.bundles):
-                        self.put_bundles(ranks, args, WarpShare(bid, args.senders, warp, lane))
-                    else:
-                        self.put_sums(ranks, args, WarpShare(bid, args.senders, warp, lane))
-            if const_expr(p.domain_ranks > 1):
-                if bid < args.senders:
+            if bid < args.senders:
+                self.put_all(ranks, args, WarpShare(bid, args.senders, warp, lane))
+                if const_expr(p.domain_ranks > 1):
                     self.push(ranks, args, peers, WarpShare(bid, args.senders, warp, lane))
 
         if const_expr(self.receive):
-            order = None
-            if const_expr(p.bundles):
-                smem = cutlass.memory.SmemAllocator()
-                order = smem.allocate_tensor(Uint16, cute.make_layout(self.tokens * p.top_k))
-                if bid >= args.first_receiver:
-                    number_sums(ranks, args, order, warp)
-                    arch.sync_threads()
+            numbers = self.numbers_of_sums(ranks, args, bid, warp)
             hold_epoch(ranks)
             # The last warp meets the others, which do not wait for it.
-            if warp < WARPS - 1:
-                arch.barrier_arrive(barrier_id=1, number_of_threads=THREADS)
+            if warp < EPOCH_HELD.arriving:
+                EPOCH_HELD.arrive()
             else:
-                arch.barrier(barrier_id=1, number_of_threads=THREADS)
+                EPOCH_HELD.wait()
                 if lane == 0:
-                    if const_expr(p.num_domains > 1):
-                        have_put(ranks)
-                    else:
-                        open_next_epoch(ranks)
+                    self.leave_epoch(ranks)
                 if bid == blocks - 1:
                     sync.meet_all(ranks, lane)
-                    if const_expr(p.num_domains > 1):
-                        arch.sync_warp()
-                        if lane == 0:
-                            end(ranks)
+                    self.end_operation(ranks, lane)
                     if lane == 0:
                         operation.note_met(ranks)
                     arch.sync_warp()
             if bid >= args.first_receiver:
                 first = args.first_receiver
-                self.sum(ranks, args, order, WarpShare(bid - first, blocks - first, warp, lane))
+                self.sum(ranks, args, numbers, WarpShare(bid - first, blocks - first, warp, lane))
 
     @cute.jit
     def sum(self, ranks: sync.Ranks, args: LatencyCombineArgs, numbers: Any, share: WarpShare) -> None:
@@ -135,11 +116,7 @@ class LatencyCombine(CombineSender):
         while item < args.tokens * count:
             token = item // count
             packet = item - token * count
-            if const_expr(p.num_domains > 1):
-                row, order = self.ordered(ranks, args, numbers, token)
-            else:
-                named = self.named(ranks, args, token, lane)
-                row = named.row
+            row, copies = self.look_up(ranks, args, numbers, token, lane)
             last = cutlass.max(last, row)
             if row >= args.num_rows:
                 row = Int32(-1)
@@ -147,22 +124,9 @@ class LatencyCombine(CombineSender):
 
             now = by_mark(ranks)
             address = part_of(now.view("lines").base, packet, lane)
-            if const_expr(p.num_domains == 1):
-                address = Records(address, self.row_stride).at(token)
             for i in range_constexpr(self.values):
                 acc[i] = Float32(0.0)
-            if const_expr(p.num_domains > 1):
-                self.add_tree(now, order, (own, acc), token, address)
-            elif const_expr(p.most_copies <= COPIES):
-                self.add_copies(now, args, named, (own, acc), token, address, Int32(0))
-            else:
-                first = Int32(0)
-                left = Uint32(named.expected)
-                while left != 0:
-                    self.add_copies(now, args, named, (own, acc), token, address, first)
-                    address += COPIES * self.tokens * self.row_stride
-                    first += COPIES
-                    left = left >> COPIES
+            self.add_all(now, args, copies, (own, acc), token, address)
             if item + share.step >= args.tokens * count:
                 self.end_waits(share.warp)
             if const_expr(self.format != ""):
@@ -197,6 +161,23 @@ class LatencyCombine(CombineSender):
         if bit == 0:
             row = Int32(-1)
         return Named(row, expected, arch.warp_redux_sync(bit, "or"))
+
+    @cute.jit
+    def add_all(
+        self, ranks: sync.Ranks, args: LatencyCombineArgs, copies: Any, sums: Any, token: Int32, address: Int64
+    ) -> None:  # fmt: skip
+        """Add a token's copies that have rows. `copies`: what `look_up` found; `address`: that of line 0."""
+        address = Records(address, self.row_stride).at(token)
+        if const_expr(self.problem.most_copies <= COPIES):
+            self.add_copies(ranks, args, copies, sums, token, address, Int32(0))
+        else:
+            first = Int32(0)
+            left = Uint32(copies.expected)
+            while left != 0:
+                self.add_copies(ranks, args, copies, sums, token, address, first)
+                address += COPIES * self.tokens * self.row_stride
+                first += COPIES
+                left = left >> COPIES
 
     @cute.jit
     def holder_of_copy(self, args: LatencyCombineArgs, token: Int32, number: Int32) -> Int32:
@@ -257,94 +238,23 @@ class LatencyCombine(CombineSender):
         for i in range(self.values):
             acc[i] = ptx.add_rn(acc[i], values[i])
 
-    @cute.jit
-    def ordered(self, ranks: sync.Ranks, args: LatencyCombineArgs, numbers: Any, token: Int32) -> tuple[Int32, Order]:
-        """By a whole warp: a lane's row of a token, if it is here, and its copies in the order of addition."""
-        p = self.problem
-        lane = Int32(arch.lane_idx())
-        row, expert = Int32(-1), Int32(-1)
-        if lane < p.top_k:
-            entry = token * p.top_k + lane
-            row = args.send_rows[entry]
-            expert = args.topk_idx[entry]
-        copies = copies_of(p, expert, row)
-        if copies.holder != ranks.rank:
-            row = Int32(-1)
-        line = copies.number * self.tokens + token
-        if const_expr(p.bundles):
-            line = Int32(0)
-            if copies.expected != 0:
-                line = copies.holder * self.tokens + Int32(numbers[token * p.top_k + lane])
-        return row, order_of(ranks, copies, line)
+    # What several NVLink domains do differently (internode/latency_combine.py).
+
+    def numbers_of_sums(self, ranks: sync.Ranks, args: LatencyCombineArgs, bid: Int32, warp: Int32) -> Any:
+        """By a block: return what `look_up` needs to find sums that do not lie by token."""
+        return None
+
+    def leave_epoch(self, ranks: sync.Ranks) -> None:
+        """By one thread of each block, all of whose threads have read the epoch."""
+        open_next_epoch(ranks)
+
+    def end_operation(self, ranks: sync.Ranks, lane: Int32) -> None:
+        """By the warp that has met all ranks: end the operation if `leave_epoch` does not."""
 
     @cute.jit
-    def add_tree(self, ranks: sync.Ranks, order: Order, sums: Any, token: Int32, address: Int64) -> None:
-        """Add copies as `add_copies` does, over several domains: wait for the words of copies of other domains
-        first."""
-        own, acc = sums
-        count = self.await_far_copies(ranks, order, token)
-        # A lane holds 16 numbers of a sum in a format, and 16 of its domain's sum: few registers are left for packets.
-        together = min(COPIES // 2 if self.format else COPIES, self.problem.most_copies)
-        words = cute.make_rmem_tensor((4 * together,), Uint32)
-        part = cute.make_rmem_tensor((self.values,), Float32)
-        for i in range_constexpr(self.values):
-            part[i] = Float32(0.0)
-        first = Int32(0)
-        while first < count:
-            waiting = Int32(0)
-            for u in range_constexpr(together):
-                if first + u < count:
-                    if (order.own >> (first + u)) & 1 != 0:
-                        for i in range_constexpr(4):
-                            words[4 * u + i] = own[i]
-                    else:
-                        waiting = waiting | (1 << u)
-
-            def address_of(u: int, first: Int32 = first) -> Int64:
-                return Records(address, self.row_stride).at(arch.shuffle_sync(order.line, first + u))
-
-            def gives_up(start: Int64, u: Int32, first: Int32 = first) -> Boolean:
-                peer = arch.shuffle_sync(order.holder, first + u)
-                return sync.warp_gives_up(ranks, start, "token", peer, token, Int64(0))
-
-            count = await_packets(ranks, words, waiting, together, address_of, gives_up, count)
-            for u in range_constexpr(together):
-                if first + u < count:
-                    self.add(part, self.unpacked(words, u))
-                    self.close_domain(order, first + u, part, acc)
-            first += together
-
-    @cute.jit
-    def await_far_copies(self, ranks: sync.Ranks, order: Order, token: Int32) -> Int32:
-        """By a whole warp: wait for the words of a token's copies from other domains. Return the number of copies to
-        add: all of the token's, or none if a wait was given up."""
-        p = self.problem
-        comes = Boolean(False)
-        if Int32(arch.lane_idx()) < order.copies:
-            comes = Boolean(not is_near(ranks, order.holder))
-        number = Int32(order.line)
-        if const_expr(p.bundles):
-            before = order.holder * self.tokens
-            number = before + first_of(p, number - before)
-        complete = await_far(ranks, "lines", comes, number, order.holder, token)
-        count = order.copies
-        if not arch.vote_all_sync(complete):
-            count = Int32(0)
-        return count
-
-    @cute.jit
-    def close_domain(self, order: Order, copy: Int32, part: Any, acc: Any) -> None:
-        """After the last copy of a domain: add the domain's sum `part` to `acc`, rounded (with a format: quantized)
-        unless it is the owner's own domain, and clear it."""
-        dtype = self.problem.dtype
-        if (order.last >> copy) & 1 != 0:
-            if (order.rounded >> copy) & 1 != 0:
-                if const_expr(self.format == ""):
-                    rounded = ptx.unpack(ptx.pack([part[i] for i in range(self.values)], dtype), dtype)
-                    for i in range_constexpr(self.values):
-                        part[i] = rounded[i]
-                elif const_expr(self.problem.domain_ranks > 1):  # else it is one sum, which is quantized already
-                    quantize_again(part)
-            for i in range_constexpr(self.values):
-                acc[i] = ptx.add_rn(acc[i], part[i])
-                part[i] = Float32(0.0)
+    def look_up(
+        self, ranks: sync.Ranks, args: LatencyCombineArgs, numbers: Any, token: Int32, lane: Int32
+    ) -> tuple[Int32, Any]:  # fmt: skip
+        """By a whole warp: return a lane's row of a token, if it is here, and the token's copies."""
+        named = self.named(ranks, args, token, lane)
+        return named.row, named

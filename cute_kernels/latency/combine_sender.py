@@ -1,29 +1,24 @@
 """Sending part of a latency combine (combine.py): the sum of each copy, to the owner of its token. It never waits.
 
-Within an NVLink domain one warp pushes one packet. Ranks of other domains get their sums by puts, one block for a copy
-(far.py) or for several copies (bundled.py).
+One warp pushes one packet.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute import arch
 
 from .. import ptx, sync
-from ..arrivals import Copy, guarded, lists
+from ..arrivals import lists
 from ..copies import pop_lowest
-from ..domains import is_near
 from ..formats import Form
 from ..launch import Kernel, RankArgs
 from ..views import Floats, Ints
-from .bundled import bundle_of, bundles
-from .far import FarTarget, put_packets
-from .lookup import copy_at, look_up, row_at
+from .lookup import look_up, row_at
 from .packets import WarpShare, Words, lane_vector, part_of, seal, st_line
 from .reach import Peers, heap_of
 from .row_sums import add_rows
@@ -110,20 +105,6 @@ class CombineSender(SplitOperation, Kernel):
         self.send_copies(ranks, args, (share.first, share.step), count, True, send)
 
     @cute.jit
-    def put_sums(self, ranks: sync.Ranks, args: LatencyCombineArgs, share: WarpShare) -> None:
-        """Put the sums of copies from other domains: one block for each copy, which puts all packets at once."""
-
-        def send(owner: Int32, line: Int32, item: Int32, row: Int32) -> None:
-            def words_of(packet: Int32) -> Words:
-                return self.words_of(args, row, packet, share.lane, BATCH)
-
-            to = FarTarget(owner, line, self.row_stride)
-            place = owner * self.tokens + line % self.tokens
-            put_packets(ranks, share, "lines", to, place, self.row_packets, words_of)
-
-        self.send_copies(ranks, args, (share.block, share.blocks), 1, False, send)
-
-    @cute.jit
     def send_copies(
         self, ranks: sync.Ranks, args: LatencyCombineArgs, items: tuple[Int32, Int32], each: cutlass.Constexpr[int],
         near: cutlass.Constexpr[bool], send: Callable[[Int32, Int32, Int32, Int32], None],
@@ -139,12 +120,8 @@ class CombineSender(SplitOperation, Kernel):
         at = lists(args.arrivals, args.num_rows)
         last = Int32(-1)  # row of all that this lane meets
         while item < args.max_tokens * (p.world_size * each):
-            found, rows_near = look_up(ranks, self.tokens, args, item + lane * step, each)
-            goes = found.rows > 0
-            if const_expr(p.num_domains > 1):
-                if goes:
-                    goes = is_near(ranks, found.owner) == near
-            left = Int32(arch.vote_ballot_sync(goes))
+            found, rows_near = look_up(self, ranks, args, item + lane * step, each)
+            left = Int32(arch.vote_ballot_sync(self.goes_to(ranks, found.owner, found.rows > 0, near)))
             row = row_at(at, rows_near, found, left)
             while left != 0:
                 i, left = pop_lowest(left)
@@ -163,44 +140,6 @@ class CombineSender(SplitOperation, Kernel):
         report_bad_row(ranks, last, args.num_rows)
 
     @cute.jit
-    def put_bundles(self, ranks: sync.Ranks, args: LatencyCombineArgs, share: WarpShare) -> None:
-        """Put the sums of copies from other domains, several sums for an owner at a time, by one block."""
-        p, count = self.problem, self.row_packets
-        at = lists(args.arrivals, args.num_rows)
-        last = cute.make_rmem_tensor((1,), Int32)  # row of all that this lane meets
-        last[0] = Int32(-1)
-        for item in cutlass.range(share.block, bundles(p, args.max_tokens), share.blocks):
-            owner, first = bundle_of(ranks, item)
-            copy, sums = Copy(Int32(0), Int32(0), Int32(0), Int32(0)), Int32(0)
-            if not is_near(ranks, owner):
-                begin = at.sources[owner] + first
-                end = at.sources[owner + 1]
-                sums = cutlass.min(end - begin, cutlass.min(args.max_tokens - first, p.wire.rows))
-                index = begin + share.lane
-                if share.lane < sums and index >= 0 and index < args.num_rows:
-                    copy = copy_at(p, at, index, args.max_tokens)
-                copy = guarded(ranks, args.num_rows, args.max_tokens, copy)
-            if sums > 0:
-                words_of = partial(self.bundled_sum, args, copy, last)
-                to = FarTarget(owner, ranks.rank * self.tokens + first, self.row_stride)
-                put_packets(ranks, share, "lines", to, owner * self.tokens + first, sums * count, words_of)
-        report_bad_row(ranks, last[0], args.num_rows)
-
-    @cute.jit
-    def bundled_sum(self, args: LatencyCombineArgs, copy: Copy, last: Any, packet: Int32) -> Words:
-        """Return a lane's payload vector of a packet of several sums. Lane i holds the i-th of their copies."""
-        lane = arch.lane_idx()
-        i = packet // self.row_packets
-        begin, rows = arch.shuffle_sync(copy.begin, i), arch.shuffle_sync(copy.rows, i)
-        row = Int32(-1)
-        if lane < rows:
-            row, _ = lists(args.arrivals, args.num_rows).owned[begin + lane]
-        last[0] = cutlass.max(last[0], row)
-        if row >= args.num_rows:
-            row = Int32(-1)
-        return self.words_of(args, row, packet - i * self.row_packets, lane, BATCH)
-
-    @cute.jit
     def sum_rows(
         self, args: LatencyCombineArgs, row: Int32, packet: Int32, lane: Int32, batch: cutlass.Constexpr[int]
     ) -> Words:
@@ -211,6 +150,19 @@ class CombineSender(SplitOperation, Kernel):
         add_rows(p, self.weighted, args, row, offset, 1, batch, acc)
         packed = ptx.pack([acc[i] for i in range(self.values)], p.dtype)
         return packed[0], packed[1], packed[2], packed[3]
+
+    # What several NVLink domains do differently (internode/latency_combine.py).
+
+    def put_all(self, ranks: sync.Ranks, args: LatencyCombineArgs, share: WarpShare) -> None:
+        """By a sending block: put the sums that go to ranks whose memory is not mapped."""
+
+    def goes_to(self, ranks: sync.Ranks, owner: Int32, goes: Boolean, near: bool) -> Boolean:
+        """Return whether the sum of a copy, if it `goes` anywhere, goes to an owner that is `near` or is not."""
+        return goes
+
+    def line_of(self, ranks: sync.Ranks, number: Int32, token: Int32) -> Int32:
+        """Return the line of the owner's staging rows that the sum of a copy goes to."""
+        return number * self.tokens + token
 
 
 @cute.jit

@@ -11,8 +11,7 @@ Completion. The routes determine which rows arrive, and the kernel has seen ever
 lines of all ranks' routes also show that all ranks have begun this operation, as the rule of two banks requires
 (sync.py).
 
-dispatch_sender.py describes pushing. Ranks of other NVLink domains get their packets by puts, before all others; the
-last block then also waits for the hello flags of all ranks.
+dispatch_sender.py describes pushing. internode/latency_dispatch.py adds what several NVLink domains need.
 """
 
 from dataclasses import dataclass
@@ -26,16 +25,13 @@ from cutlass.cute import arch
 from .. import operation, ptx, sync
 from ..copies import lowest, pop_lowest
 from ..delivery import Arrived
-from ..domains import is_near
 from ..experts import first_expert, local_experts
 from ..ids import block_ids, thread_id, warp_id
 from ..segments import padded
 from ..swizzled import Begins
 from ..token_major import clear_choices
 from ..views import Records, Vectors
-from .bundled import first_of, number_of, number_rows
 from .dispatch_sender import DispatchSender, LatencyDispatchArgs
-from .far import await_far, end, have_put
 from .lists import own_weights, write_lists
 from .packets import (
     THREADS,
@@ -115,12 +111,7 @@ class LatencyDispatch(DispatchSender):
         if bid < senders:
             from_first = WarpShare(bid, senders, warp, lane)
             from_last = WarpShare(senders - 1 - bid, senders, warp, lane)
-            if const_expr(p.num_domains > 1):
-                self.put_routes(ranks, args, from_last)
-                if const_expr(p.bundles):
-                    self.put_bundles(ranks, args, from_first)
-                else:
-                    self.put_rows(ranks, args, from_first)
+            self.put_all(ranks, args, from_first, from_last)
             if const_expr(p.domain_ranks > 1):
                 self.push_route(ranks, args, peers, from_last)
                 self.push_rows(ranks, args, peers, from_first)
@@ -147,13 +138,9 @@ class LatencyDispatch(DispatchSender):
         hold_epoch(ranks)
         tables.entries = args.max_tokens * p.top_k * Int32(ptx.barrier_count(missing) == 0)
         if warp == WARPS - 1 and lane == 0:
-            if const_expr(p.num_domains > 1):
-                have_put(ranks)
-            else:
-                open_next_epoch(ranks)
+            self.leave_epoch(ranks)
         if bid >= args.first_receiver:
-            if const_expr(p.bundles):
-                number_rows(ranks, tables, args.max_tokens, warp)
+            self.number_rows(ranks, tables, args.max_tokens, warp)
             copies = Int32(0)
             if const_expr(self.token_major):
                 copies = place_tokens(p, tables, args)
@@ -197,20 +184,14 @@ class LatencyDispatch(DispatchSender):
     def write_route(
         self, ranks: sync.Ranks, tables: RouteTables, args: LatencyDispatchArgs, warp: Int32, lane: Int32
     ) -> None:  # fmt: skip
-        """By the last block: segments and `send_rows`. Across domains it also meets all ranks and ends the
-        operation."""
+        """By the last block: segments and `send_rows`."""
         p = self.problem
         if const_expr(self.token_major):
             write_send_rows(p, tables, args)
         else:
             write_segments(p, tables, args)
             self.write_send_rows(tables, args)
-        if const_expr(p.num_domains > 1):
-            if warp == 0:
-                sync.meet_all(ranks, lane)
-                arch.sync_warp()
-                if lane == 0:
-                    end(ranks)
+        self.end_operation(ranks, warp, lane)
         if warp == 0 and lane == 0:
             operation.note_met(ranks)
 
@@ -235,12 +216,7 @@ class LatencyDispatch(DispatchSender):
                 own = own_route_words(ranks, args, packet, lane, p.world_size == 1)
                 w0, w1, w2, w3 = seal(own, lane, Int64(0))
             else:
-                if const_expr(p.num_domains > 1):
-                    # A wait that is given up leaves lines that may be incomplete under a valid mark. Nobody uses them:
-                    # a rank that rejects sends no route, which every block misses, and after a failure the results are
-                    # undefined (all ids that a line can hold, of this operation or an earlier one, are valid).
-                    if not is_near(ranks, source):
-                        await_far(ranks, "routes", Boolean(lane == 0), source, source, Int32(0))
+                self.await_route(ranks, source, lane)
                 at = part_of(ranks.view("routes").at(source, packet), 0, lane)
                 w0, w1, w2, w3 = receive_packet(ranks, at, "route", source, bid == blocks - 1, lane)
                 if marks(lane) and (w2 & w3) == Uint32(0xFFFFFFFF):  # which is the mark of no kind of operation
@@ -309,8 +285,7 @@ class LatencyDispatch(DispatchSender):
             self.end_waits(share.warp)
         while item < total:
             state = self.look_up_batch(ranks, tables, args, batch, item, share)
-            if const_expr(p.num_domains > 1):
-                self.await_rows(ranks, tables, args, item + share.lane * share.step, Int32(total), size)
+            self.await_rows(ranks, tables, args, item + share.lane * share.step, Int32(total), size)
             if const_expr(self.token_major):
                 waiting = state & ~(state >> HELD) & ((1 << BATCH) - 1)
                 address_of, gives_up = self.waits_of(ranks, batch, item, share)
@@ -350,10 +325,7 @@ class LatencyDispatch(DispatchSender):
             else:
                 if mine < total and lane < p.top_k:
                     batch.rows[u] = tables.rows[source * stride + token * p.top_k + lane]
-            number = Int32(token)
-            if const_expr(p.bundles):
-                if mine < total:
-                    number = number_of(ranks, tables, source, token)
+            number = self.number_of_row(ranks, tables, source, token, mine < total)
             line = (source * self.tokens + number) * (self.row_stride // 16)
             batch.vectors[u] = line + packet * (PACKET_BYTES // 16) + lane
             if arch.vote_any_sync(batch.rows[u] >= 0):
@@ -448,31 +420,6 @@ class LatencyDispatch(DispatchSender):
                 store_payload(words, lane, Records(args.recv_x, p.row_bytes).at(row), offset, p.row_bytes)
 
     @cute.jit
-    def await_rows(
-        self, ranks: sync.Ranks, tables: RouteTables, args: LatencyDispatchArgs, item: Int32, total: Int32,
-        size: cutlass.Constexpr[int],
-    ) -> None:  # fmt: skip
-        """By a whole warp: until those of its next packets have come that belong to rows from other domains, kept or
-        dropped. Each lane has its own `item`, the first ones those of the batch."""
-        p = self.problem
-        lane = Int32(arch.lane_idx())
-        count = self.row_packets
-        token = item // (p.world_size * count)
-        source = (item // count) % p.world_size
-        comes = Boolean(False)
-        if lane < size and item < total:
-            if not is_near(ranks, source):
-                first, end = local_experts(p, ranks.rank)
-                for k in range_constexpr(p.top_k):
-                    if asked_expert(tables, source, token * p.top_k + k, first, end) >= 0:
-                        comes = Boolean(True)
-        number = Int32(token)
-        if const_expr(p.bundles):
-            if comes:
-                number = first_of(p, number_of(ranks, tables, source, token))
-        await_far(ranks, "lines", comes, source * self.tokens + number, source, token)
-
-    @cute.jit
     def store_weights(
         self, tables: RouteTables, args: LatencyDispatchArgs, words: Words, first: Int32, item: Int32, lane: Int32
     ) -> None:
@@ -499,3 +446,30 @@ class LatencyDispatch(DispatchSender):
                         row = tables.rows[source * stride + k]
                         if row >= 0:
                             args.recv_weights.bits[row] = Int32(words[i])
+
+    # What several NVLink domains do differently (internode/latency_dispatch.py).
+
+    def leave_epoch(self, ranks: sync.Ranks) -> None:
+        """By one thread of each block, all of whose threads have read the epoch."""
+        open_next_epoch(ranks)
+
+    def end_operation(self, ranks: sync.Ranks, warp: Int32, lane: Int32) -> None:
+        """By the last block: end the operation if `leave_epoch` does not."""
+
+    def await_route(self, ranks: sync.Ranks, source: Int32, lane: Int32) -> None:
+        """By a warp, before it looks at the packets of another rank's route."""
+
+    def await_rows(
+        self, ranks: sync.Ranks, tables: RouteTables, args: LatencyDispatchArgs, item: Int32, total: Int32,
+        size: cutlass.Constexpr[int],
+    ) -> None:  # fmt: skip
+        """By a warp, before it looks at its next packets: `size` of them, from `item` of the first lanes on."""
+
+    def number_rows(self, ranks: sync.Ranks, tables: RouteTables, max_tokens: Int32, warp: Int32) -> None:
+        """By a whole block that has all routes, with a barrier behind it: number rows that do not lie by token."""
+
+    def number_of_row(
+        self, ranks: sync.Ranks, tables: RouteTables, source: Int32, token: Int32, exists: Boolean
+    ) -> Int32:  # fmt: skip
+        """Return the number of a token's row among those of its rank in staging."""
+        return Int32(token)

@@ -1,28 +1,22 @@
 """Sending part of a latency dispatch (dispatch.py): this rank's route to every peer, and each of its rows once to every
 rank that holds one of its experts. It never waits.
 
-Within an NVLink domain one warp pushes a packet to all its destinations. Ranks of other domains get theirs by puts that
-a block assembles: one for a route (far.py), and one for a row or several rows (bundled.py).
+One warp pushes a packet to all its destinations.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
-from cutlass.cute import arch
+from cutlass import Boolean, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from .. import ptx, sync
 from ..copies import pop_lowest, set_of
 from ..delivery import Delivery
-from ..domains import is_near
 from ..experts import holder_of
 from ..launch import Kernel, RankArgs
 from ..views import Floats, Ints, Records
-from .bundled import bundle_of, bundles, tokens_for
-from .far import FarTarget, far_rank, put_packets
 from .packets import WarpShare, Words, lane_vector, part_of, seal, st_line
 from .place import own_route_words
 from .quantized import packets_of, row_words
@@ -101,62 +95,6 @@ class DispatchSender(SplitOperation, Kernel):
         return self.row_packets * PACKET_BYTES
 
     @cute.jit
-    def put_routes(self, ranks: sync.Ranks, args: LatencyDispatchArgs, share: WarpShare) -> None:
-        """Put this rank's route to each rank of another domain, one block for each."""
-        p = self.problem
-        total = packets(ROUTE_HEADER_BYTES + 2 * args.max_tokens * p.top_k)
-        stride = ranks.heap.route_packets * PACKET_BYTES
-        for item in cutlass.range(share.block, p.world_size - 1, share.blocks):
-            rank = (ranks.rank + 1 + item) % p.world_size
-            if not is_near(ranks, rank):
-
-                def words_of(packet: Int32) -> Words:
-                    return own_route_words(ranks, args, packet, share.lane, True)
-
-                to = FarTarget(rank, ranks.rank, stride)
-                put_packets(ranks, share, "routes", to, rank, total, words_of)
-
-    @cute.jit
-    def put_rows(self, ranks: sync.Ranks, args: LatencyDispatchArgs, share: WarpShare) -> None:
-        """Put each row once to every rank of another domain that holds one of its experts, one block for each (row,
-        rank)."""
-        p = self.problem
-        far = min(p.top_k, p.world_size - p.domain_ranks)  # the most such ranks of a token
-        for item in cutlass.range(share.block, args.tokens * far, share.blocks):
-            number = item // args.tokens
-            token = item - number * args.tokens
-            expert = Int32(-1)
-            if share.lane < p.top_k:
-                expert = args.topk_idx[token * p.top_k + share.lane]
-            names = expert >= 0 and expert < p.num_experts
-            holder = Int32(0)
-            if names:
-                holder = Int32(holder_of(p, expert))
-            rank = far_rank(set_of(p, holder, names and not is_near(ranks, holder)), number)
-            if rank >= 0:
-                words_of = partial(self.row_words, ranks, args, token, lane=share.lane)
-                to = FarTarget(rank, ranks.rank * self.tokens + token, self.row_stride)
-                put_packets(ranks, share, "lines", to, rank * self.tokens + token, self.row_packets, words_of)
-
-    @cute.jit
-    def put_bundles(self, ranks: sync.Ranks, args: LatencyDispatchArgs, share: WarpShare) -> None:
-        """Put rows to other domains, several rows for a rank at a time, by one block."""
-        p, count = self.problem, self.row_packets
-        for item in cutlass.range(share.block, bundles(p, args.tokens), share.blocks):
-            rank, first = bundle_of(ranks, item)
-            rows, token = Int32(0), Int32(0)
-            if not is_near(ranks, rank):
-                rows, token = tokens_for(p, args, rank, first)
-            if rows > 0:
-
-                def words_of(packet: Int32, token: Int32 = token) -> Words:
-                    row = packet // count
-                    return self.row_words(ranks, args, arch.shuffle_sync(token, row), packet - row * count, share.lane)
-
-                to = FarTarget(rank, ranks.rank * self.tokens + first, self.row_stride)
-                put_packets(ranks, share, "lines", to, rank * self.tokens + first, rows * count, words_of)
-
-    @cute.jit
     def push_route(self, ranks: sync.Ranks, args: LatencyDispatchArgs, peers: Peers, share: WarpShare) -> None:
         """Push this rank's route, one packet for each warp. Blocks are counted from the last one, which pushes the
         fewest rows."""
@@ -165,15 +103,10 @@ class DispatchSender(SplitOperation, Kernel):
         total = packets(ROUTE_HEADER_BYTES + 2 * args.max_tokens * p.top_k)
         for packet in cutlass.range(share.first, total, share.step):
             now = sync.again(ranks)
-            words = seal(own_route_words(ranks, args, packet, lane, p.num_domains == 1), lane, now.mark)
+            words = seal(own_route_words(ranks, args, packet, lane, self.pushes_to_all), lane, now.mark)
             peer = (ranks.rank + 1) % p.world_size
             while peer != ranks.rank:
-                if const_expr(p.num_domains == 1):
-                    st_line(part_of(now.view("routes", heap_of(peers, peer)).at(ranks.rank, packet), 0, lane), words)
-                else:
-                    heap = heap_of(peers, peer)
-                    if is_near(ranks, peer):
-                        st_line(part_of(now.view("routes", heap).at(ranks.rank, packet), 0, lane), words)
+                self.push_route_to(now, heap_of(peers, peer), peer, Int32(packet), lane, words)
                 peer = (peer + 1) % p.world_size
 
     @cute.jit
@@ -215,10 +148,7 @@ class DispatchSender(SplitOperation, Kernel):
         token = item // count
         holder = holder_of(p, expert)
         others = expert >= 0 and expert < p.num_experts and holder != ranks.rank
-        if const_expr(p.num_domains > 1):
-            if others:
-                others = is_near(ranks, holder)
-        wanted = set_of(p, holder, others)
+        wanted = set_of(p, holder, self.is_pushed_to(ranks, holder, others))
         packet = item - token * count
         for i in range_constexpr(len(wanted)):
             # Higher ranks first: not all ranks begin with the same one.
@@ -251,3 +181,25 @@ class DispatchSender(SplitOperation, Kernel):
                             words[i] = Uint32(args.topk_weights.bits[token * p.top_k + k])
                     w0, w1, w2, w3 = words[0], words[1], words[2], words[3]
         return w0, w1, w2, w3
+
+    # What several NVLink domains do differently (internode/latency_dispatch.py).
+
+    @property
+    def pushes_to_all(self) -> bool:
+        """Whether packets are pushed to all ranks, and none are put."""
+        return True
+
+    def put_all(
+        self, ranks: sync.Ranks, args: LatencyDispatchArgs, from_first: WarpShare, from_last: WarpShare
+    ) -> None:  # fmt: skip
+        """By a sending block: put what goes to ranks whose memory is not mapped."""
+
+    def push_route_to(
+        self, ranks: sync.Ranks, heap: Int64, peer: Int32, packet: Int32, lane: Int32, words: Words
+    ) -> None:  # fmt: skip
+        """By a warp: store a packet of this rank's route in the heap of a peer."""
+        st_line(part_of(ranks.view("routes", heap).at(ranks.rank, packet), 0, lane), words)
+
+    def is_pushed_to(self, ranks: sync.Ranks, rank: Int32, wanted: Boolean) -> Boolean:
+        """Return whether a row that is `wanted` at a rank is pushed there."""
+        return wanted

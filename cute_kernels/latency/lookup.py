@@ -1,5 +1,5 @@
 """The sums that a rank sends: copies of other ranks' tokens that have rows here, looked up in the route's lists of
-arrivals (../arrivals.py). `tokens`: the largest number of a rank; `args`: those of a combine."""
+arrivals (../arrivals.py). `args`: those of a combine."""
 
 import math
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ class Near(NamedTuple):
 
 @cute.jit
 def look_up(
-    ranks: sync.Ranks, tokens: cutlass.Constexpr[int], args: Any, item: Int32, each: cutlass.Constexpr[int]
+    kernel: cutlass.Constexpr[Any], ranks: sync.Ranks, args: Any, item: Int32, each: cutlass.Constexpr[int]
 ) -> tuple[Found, Near]:
     """By a whole warp: the copy of a lane's `item`, of which there are `each` for a copy, and rows about where
     those of lane 0 should lie."""
@@ -52,11 +52,11 @@ def look_up(
     near = rows_near(p, args, arch.shuffle_sync(index, 0))
     if not listed or index >= total:
         copy = Copy(Int32(0), Int32(0), Int32(0), Int32(0))
-    return find(ranks, tokens, args, copy), near
+    return find(kernel, ranks, args, copy), near
 
 
 @cute.jit
-def find(ranks: sync.Ranks, tokens: cutlass.Constexpr[int], args: Any, copy: Copy) -> Found:
+def find(kernel: cutlass.Constexpr[Any], ranks: sync.Ranks, args: Any, copy: Copy) -> Found:
     """By each lane: where its copy goes. Copies of this rank's own tokens go nowhere."""
     p = ranks.heap.problem
     copy = guarded(ranks, args.num_rows, args.max_tokens, copy)
@@ -64,10 +64,7 @@ def find(ranks: sync.Ranks, tokens: cutlass.Constexpr[int], args: Any, copy: Cop
     rows = copy.rows
     if copy.source == ranks.rank:
         rows = Int32(0)
-    line = number * tokens + token
-    if const_expr(p.bundles):
-        line = ranks.rank * tokens + token
-    return Found(copy.begin, rows, copy.source, line)
+    return Found(copy.begin, rows, copy.source, kernel.line_of(ranks, number, token))
 
 
 @cute.jit

@@ -6,12 +6,13 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute import arch
 
+from ..barriers import WarpBarrier
 from ..heap import Problem
 from .packets import THREADS, WARPS
 from .sizes import LatencyHeap
 
-WAITS_DONE = 2
-"""Number of the block's named barrier at which each warp reports that its waits have ended."""
+WAITS_DONE = WarpBarrier(2, WARPS - 1, 1)
+"""The barrier at which each warp reports that its waits have ended."""
 
 
 class SplitOperation:
@@ -48,10 +49,9 @@ class SplitOperation:
 
         A block triggers when all of its warps have observed everything that they wait for. The blocks of the next
         kernel then start while the last rows are stored. An earlier trigger would let the next kernel take the
-        multiprocessors that a peer's progress depends on (docs/progress.md). Across NVLink domains the operation ends
-        with a wait of its own, and dependents start when the kernel ends.
+        multiprocessors that a peer's progress depends on (docs/progress.md).
         """
-        return self.send and self.receive and self.problem.num_domains == 1
+        return self.send and self.receive
 
     @cute.jit
     def end_waits(self, warp: Int32) -> None:
@@ -60,8 +60,8 @@ class SplitOperation:
         Warps other than the last one do not wait here.
         """
         if const_expr(self.triggers):
-            if warp < WARPS - 1:
-                arch.barrier_arrive(barrier_id=WAITS_DONE, number_of_threads=THREADS)
+            if warp < WAITS_DONE.arriving:
+                WAITS_DONE.arrive()
 
     @cute.jit
     def trigger_dependents(self, warp: Int32) -> None:
@@ -69,6 +69,6 @@ class SplitOperation:
         `end_waits` of the block; what it stored before is visible to dependents because they wait for this kernel's
         end."""
         if const_expr(self.triggers):
-            if warp == WARPS - 1:
-                arch.barrier(barrier_id=WAITS_DONE, number_of_threads=THREADS)
+            if warp == WAITS_DONE.arriving:
+                WAITS_DONE.wait()
                 arch.griddepcontrol_launch_dependents()

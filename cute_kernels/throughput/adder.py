@@ -1,12 +1,12 @@
 """Summing of rows, shared by the pushing and the summing blocks of a combine.
 
 An item is the rows to add and the address of the sum. A stage of the ring holds a slice of a row (pipeline.py). A lane
-adds its vectors of each slice in fp32 in registers and stores the rounded sum from there.
+adds its vectors of each slice in fp32 in registers and stores the rounded sum from there. The adders of combine.py say
+which rows belong to an item.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -16,8 +16,7 @@ from cutlass.cute import arch
 from .. import ptx
 from ..carried import Carried
 from ..copies import lowest
-from ..internode.sums import CLOSES, FAR, OPENS
-from ..quantized_sums import SumSlices, numbers_at, quantize_sum, scale_at, store_slice
+from ..quantized_sums import numbers_at, scale_at, store_slice
 from ..slices import Slices
 from ..views import Records
 from .outbox import Outbox, close, post
@@ -25,10 +24,10 @@ from .pipeline import Items, run
 from .ring import Ring
 
 FIRST, LAST, END, APART, BEGINS, JOINS, PLAIN = 1, 2, 4, 8, 16, 32, 64
-"""Mark of a stage, as bits: its slice is the first of a sum; the last of a sum; the last of the item. For a sum over
-several NVLink domains: the slice belongs to this rank's own domain, whose rows are summed separately; it is the first
-of that sum; that sum is added to the others after it (JOINS). If owners add their own rows, JOINS marks the last of
-these, whose sum is rounded or quantized. If the other rows are in a format: the slice is of a row of the dtype."""
+"""Mark of a stage, as bits: its slice is the first of a sum; the last of a sum; the last of the item. APART, BEGINS and
+JOINS belong to sums over several NVLink domains (../internode/combine.py). If owners add their own rows, JOINS marks
+the last of these, whose sum is rounded or quantized. If the other rows are in a format: the slice is of a row of the
+dtype."""
 OTHER_LANE = 31
 """Lane of the other rank's sum if owners add their own rows, which lower lanes have."""
 
@@ -62,46 +61,63 @@ class RowBases(NamedTuple):
 
     base: Int64
     extra: Any = None  # address of extra rows, if there are any
-    far: Any = None  # address of sums of other NVLink domains, or of the other rank if owners add their own rows
+    other: Any = None  # address of sums that lie elsewhere: those of another rank or of other NVLink domains
 
 
-class Adder(NamedTuple):
+class AdderState(NamedTuple):
     """State of a warp, in addition to its ring."""
 
     notes: Notes
     warp: Int32
     acc: Any  # a lane's sum of a slice
-    part: Any  # the sum of the rows of this rank's NVLink domain, if they are summed separately
+    part: Any  # a second sum of some of the rows, if there are `RowAdder.part_numbers`
     count: Any  # how many codes were posted
     rows: RowBases
     outbox: Outbox | None
 
 
+class ItemRows(NamedTuple):
+    """The rows of an item, as a whole warp knows them."""
+
+    held: Any  # bit mask of lanes that hold a row; bit 32: there is an extra row, added last; 0: the item is skipped
+    row: Int32  # a lane's row, counted from `RowBases.base`
+    weight: Float32  # of the row, used if rows are `weighted`
+    target: Int64  # address of the sum
+    code: Int32  # of the flag to post when the sum is stored; number of the extra row, counted from `RowBases.extra`
+
+
 @dataclass(frozen=True)
-class Adding:
-    """The work of a warp that sums items (pipeline.Work).
+class RowAdder:
+    """The work of a warp that sums items (pipeline.Work). Subclasses look items up."""
 
-    `peek` gives two integers. `fetch(lists, scouted, peeked)` gives, for a whole warp, the bit mask of lanes that hold
-    a row, the lane's row (counted from `RowBases.base`), its weight (used if `weighted`), the address of the sum,
-    and the code to post when it is stored; an empty mask skips the item. If there may be an `extra` row, added last,
-    bit 32 of the mask says so; it is row `code` from `RowBases.extra`. FAR rows (internode/sums.py) are
-    counted from `RowBases.far`. `tree`: rows of this rank's own NVLink domain are summed
-    separately. `own`: lanes below OTHER_LANE hold rows of this rank, whose sum is rounded or quantized as if it were
-    sent; OTHER_LANE holds the other rank's sum, counted from `RowBases.far`, which is added to it. `wire`: layout of
-    sums that are sent in a format. With `encodes`, a warp stores its sums in it; else it adds such sums, and rows of
-    the dtype if they are extra ones or its own.
-    """
+    @property
+    def slices(self) -> Slices:
+        """Slices of rows."""
+        raise NotImplementedError
 
-    slices: Slices
-    weighted: bool
-    scout: Callable[..., Any]
-    peek: Callable[..., Any]
-    fetch: Callable[..., Any]
-    extra: bool = False
-    tree: bool = False
-    own: bool = False
-    wire: SumSlices | None = None
-    encodes: bool = False
+    weighted: ClassVar[Any] = False
+    """Whether rows are multiplied by weights."""
+    extra: ClassVar[Any] = False
+    """Whether an item may have an extra row."""
+    own: ClassVar[bool] = False
+    """Whether rows of this rank are added to a sum of the other rank (`combine.OwnRowsAdder`)."""
+    wire: ClassVar[Any] = None
+    """Layout of sums that are sent in a format."""
+    encodes: ClassVar[bool] = False
+    """Whether a warp stores its sums in the format. If not, it adds such sums, and rows of the dtype if they are extra
+    ones or its own."""
+    part_numbers: ClassVar[Any] = 1
+    """Numbers of a lane's second sum."""
+
+    def scout(self, lists: Any, item: Int32) -> Any:
+        raise NotImplementedError
+
+    def peek(self, lists: Any, scouted: Any) -> Any:
+        raise NotImplementedError
+
+    def fetch(self, lists: Any, scouted: Any, peeked: Any) -> ItemRows:
+        """Return the rows of an item."""
+        raise NotImplementedError
 
     @property
     def decodes(self) -> bool:
@@ -122,7 +138,7 @@ class Adding:
         return SumJob(none, none, Int32(self.slices.slices), Int32(0), Float32(1.0), Int64(0), Int32(0))
 
     @cute.jit
-    def begin(self, lists: Any, state: Adder, item: Int32, scouted: Any, peeked: Any) -> SumJob:
+    def begin(self, lists: Any, state: AdderState, item: Int32, scouted: Any, peeked: Any) -> SumJob:
         held, row, weight, target, code = self.fetch(lists, scouted, peeked)
         piece = Int32(0)
         if held == 0:
@@ -134,7 +150,7 @@ class Adding:
         return job.left != 0 or job.piece < self.slices.slices - 1
 
     @cute.jit
-    def load(self, lists: Any, state: Adder, ring: Ring, stage: Int32, job: SumJob) -> SumJob:
+    def load(self, lists: Any, state: AdderState, ring: Ring, stage: Int32, job: SumJob) -> SumJob:
         shape, notes = ring.shape, state.notes
         held, left, piece, row, weight, target, code = job
         if left == 0:
@@ -181,33 +197,16 @@ class Adding:
                 ring.load(stage, source + piece * shape.piece_bytes, shape.bytes_of(piece))
         return SumJob(held, left, piece, row, weight, target, code)
 
-    @cute.jit
     def found_at(self, rows: RowBases, k: Int32, number: Int32, left: Any) -> tuple[Int64, Int32, Int32]:
         """Return from where lane `k`'s row is counted, its number from there, and what it adds to the mark of a stage.
         `left`: the lanes whose loads follow."""
-        base, mark = rows.base, Int32(0)
-        if const_expr(self.own):
-            if k == OTHER_LANE:
-                base = rows.far
-            if k < OTHER_LANE and left & ((1 << OTHER_LANE) - 1) == 0:
-                mark = mark | JOINS
-        elif const_expr(rows.far is not None):
-            if number & FAR != 0:
-                base = rows.far
-        if const_expr(self.tree):
-            if number & FAR == 0 and k < 32:
-                mark = mark | APART
-            if number & OPENS != 0:
-                mark = mark | BEGINS
-            if number & CLOSES != 0:
-                mark = mark | JOINS
-            # (Bits that lane 0's row brings to the extra one change nothing: all rows of this domain have joined.)
-        if const_expr(rows.far is not None and not self.own):
-            number = number & (CLOSES - 1)
-        return base, number, mark
+        return rows.base, number, Int32(0)
+
+    def close_part(self, mark: Int32, acc: Any) -> None:
+        """By a whole warp, after it has added a stage: what the stage's mark asks for."""
 
     @cute.jit
-    def use(self, state: Adder, ring: Ring, stage: Int32, phase: Int32) -> None:
+    def use(self, state: AdderState, ring: Ring, stage: Int32, phase: Int32) -> None:
         slices, shape = self.slices, ring.shape
         notes, warp, acc, part, count, _, outbox = state
         lane = arch.lane_idx()
@@ -228,12 +227,7 @@ class Adding:
             self.add_encoded(ring.buffer + stage * shape.stride, mark, acc, part)
         else:
             self.add(at, mark, acc, part, notes.weights + note)
-        if const_expr(self.own):
-            if mark & JOINS != 0:
-                if const_expr(self.wire is not None):
-                    quantize_sum(self.wire, acc)
-                else:
-                    round_sum(slices, acc)
+        self.close_part(mark, acc)
         if const_expr(self.wire is not None and self.encodes):
             if mark & LAST != 0:
                 store_slice(self.wire, acc, (notes.targets + note).load(), mark & END)
@@ -261,8 +255,6 @@ class Adding:
             factor = weight.load()
             for i in range_constexpr(slices.values):
                 acc[i] = ptx.add_rn(acc[i], ptx.mul_rn(values[i], factor))
-        elif const_expr(self.tree):
-            add_apart(slices.values, mark, acc, part, values)
         else:
             for i in range_constexpr(slices.values):
                 acc[i] = ptx.add_rn(acc[i], values[i])
@@ -271,18 +263,11 @@ class Adding:
     def add_encoded(self, stage: Any, mark: Int32, acc: Any, part: Any) -> None:
         """Add a lane's numbers of a stage's slice in the format: codes times their scales."""
         wire: Any = self.wire
-        vectors = self.slices.vectors
-        if const_expr(self.tree):
-            values = []
-            for u in range_constexpr(vectors):
-                values.extend(numbers_at(wire, stage, u, scale_at(wire, stage, u)))
-            add_apart(self.slices.values, mark, acc, part, values)
-        else:
-            n = wire.numbers
-            for u in range_constexpr(vectors):
-                values = numbers_at(wire, stage, u, scale_at(wire, stage, u))
-                for i in range_constexpr(n):
-                    acc[n * u + i] = ptx.add_rn(acc[n * u + i], values[i])
+        n = wire.numbers
+        for u in range_constexpr(self.slices.vectors):
+            values = numbers_at(wire, stage, u, scale_at(wire, stage, u))
+            for i in range_constexpr(n):
+                acc[n * u + i] = ptx.add_rn(acc[n * u + i], values[i])
 
 
 @cute.jit
@@ -294,32 +279,15 @@ def round_sum(slices: cutlass.Constexpr[Slices], acc: Any) -> None:
 
 
 @cute.jit
-def add_apart(count: cutlass.Constexpr[int], mark: Int32, acc: Any, part: Any, values: Any) -> None:
-    """Add values if there are more than two NVLink domains."""
-    if mark & BEGINS != 0:
-        for i in range_constexpr(count):
-            part[i] = Float32(0.0)
-    if mark & APART != 0:
-        for i in range_constexpr(count):
-            part[i] = ptx.add_rn(part[i], values[i])
-    else:
-        for i in range_constexpr(count):
-            acc[i] = ptx.add_rn(acc[i], values[i])
-    if mark & JOINS != 0:
-        for i in range_constexpr(count):
-            acc[i] = ptx.add_rn(acc[i], part[i])
-
-
-@cute.jit
 def add_items(
-    ring: Ring, notes: Notes, warp: Int32, adding: cutlass.Constexpr[Adding], items: Items, lists: Any, rows: RowBases,
+    ring: Ring, notes: Notes, warp: Int32, adder: cutlass.Constexpr[RowAdder], items: Items, lists: Any, rows: RowBases,
     outbox: Outbox | None = None,
 ) -> None:  # fmt: skip
     """By one warp: all its items. Codes are posted to `outbox`, if there is one."""
-    acc = cute.make_rmem_tensor((adding.slices.values,), Float32)
-    part = cute.make_rmem_tensor((adding.slices.values if adding.tree else 1,), Float32)
+    acc = cute.make_rmem_tensor((adder.slices.values,), Float32)
+    part = cute.make_rmem_tensor((adder.part_numbers,), Float32)
     count = cute.make_rmem_tensor((1,), Int32)
     count[0] = Int32(0)
-    run(adding, ring, items, lists, Adder(notes, warp, acc, part, count, rows, outbox))
+    run(adder, ring, items, lists, AdderState(notes, warp, acc, part, count, rows, outbox))
     if const_expr(outbox is not None):
         close(outbox, warp, count[0])

@@ -15,15 +15,12 @@ A separate warp of each pushing block sets its flags (outbox.py), so that no row
 Sums can be sent in a format (../quantized_sums.py): pushers quantize sums instead of rounding them, rows of staging
 contain codes and scales, and owners add codes times scales.
 
-With several NVLink domains (internode/sums.py), copies of a token of another domain are pushed to the stager of its
-owner. The first of the blocks that do not push *pass on*: they request the sums of this rank's tokens, and then put the
-sums that other ranks request from them. Requests wait for nothing, and passing on waits only for pushed sums and
-requests, so tokens are summed while rows are pushed and sums are passed on. If only one block does not push, it does
-both, one after the other.
+`PushAdder` finds what a pushing warp adds, and `OwnerAdder` or `OwnRowsAdder` what a summing warp adds. They differ
+from each other in the methods that adder.py calls. internode/combine.py has those of several NVLink domains.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -33,6 +30,7 @@ from cutlass.cute import arch
 from .. import operation, ptx, sync
 from ..arrivals import (
     Copy,
+    Walk,
     begin_walk,
     copies_of_other,
     copy_of,
@@ -43,29 +41,22 @@ from ..arrivals import (
     token_of,
 )  # fmt: skip
 from ..copies import Copies, copies_of
-from ..domains import index_of, slot_of, stager_of
 from ..experts import holder_of
 from ..formats import Form
 from ..heap import CLAIMS, SEND, Heap
 from ..ids import block_ids, warp_id
-from ..internode.sums import ask, await_sums, copy_scalars, in_two_parts, number_there, pass_sums
+from ..internode.sums import copy_scalars
 from ..launch import RankArgs
-from ..quantized_sums import SumSlices
+from ..quantized_sums import SumSlices, quantize_sum
 from ..rows import zero_row
 from ..slices import Slices
 from ..views import Floats, Ints, Records
-from .adder import OTHER_LANE, Adding, Notes, RowBases, add_items
+from .adder import JOINS, OTHER_LANE, ItemRows, Notes, RowAdder, RowBases, add_items, round_sum
 from .outbox import close, deliver, new_outbox, post
 from .pipeline import Items, deal_out
 from .placing import number_of_weight
 from .ring import Ring, RingShape, SlicedKernel, init_ring_barriers
 from .surplus import BlockBudget, Parts, count_parts
-
-PASSING = 5 / 8
-"""Share of the blocks that do not push which pass sums on, with several NVLink domains; the others sum, for which each
-token requires a fence over NVSHMEM (benchmarks/results/domains.md)."""
-HALF_SLICE = 4
-"""Vectors of a slice if a lane holds two sums in registers, in addition to the values that it adds."""
 
 
 class ThroughputCombineArgs(NamedTuple):
@@ -115,8 +106,6 @@ class Combine(SlicedKernel):
     @property
     def sum_slices(self) -> Slices:
         """Slices of the rows that owners add."""
-        if in_two_parts(self.problem):
-            return Slices(self.problem.row_bytes, self.problem.dtype, HALF_SLICE)
         return super().slices
 
     @property
@@ -182,44 +171,34 @@ class Combine(SlicedKernel):
     @cute.jit
     def take_part(self, ranks: sync.Ranks, dealt: Int32, shared: Any, args: ThroughputCombineArgs) -> None:
         """Do a block's share. The blocks behind `dealt` push, although no items are dealt out to them."""
-        p = self.problem
         bid, _, _ = arch.block_idx()
         warp = warp_id()
         outbox, buffers, barriers, notes, sources = shared
         pushers = args.pushers
         pushes = bid < pushers or bid >= dealt
-        first = Int32(pushers)  # of the blocks that sum
         last = cute.make_rmem_tensor((1,), Int32)  # row that this lane has met
         last[0] = Int32(-1)
-        if const_expr(p.num_domains > 1):
-            passers = cutlass.max((dealt - pushers) * int(PASSING * 16) // 16, 1)
-            first = cutlass.min(pushers + passers, dealt - 1)
-            if not pushes and bid < pushers + passers:
-                self.pass_on(ranks, bid - pushers, passers, args)
+        first = self.first_summing(ranks, pushes, dealt, args)
         if warp == self.WARPS:
             if pushes:
-                deliver(outbox, ranks, "token", p.num_domains * p.most_copies * p.max_tokens)
+                deliver(outbox, ranks, "token", self.flags_each)
         elif pushes:
+            adder = self.push_adder
             item, step = warp * pushers + bid, pushers * self.WARPS
             walk = begin_walk(ranks, sources, args.arrivals, args.num_rows, args.max_tokens)
-            total = walk.items
-            if const_expr(self.adds_own):
-                total = copies_of_other(ranks, walk)
-            if const_expr(p.num_domains > 1):
-                # Behind what a rank that has given up pushes, a stager that is late would send a sum of it.
-                total = total * Int32(ranks.goes_on)
+            total = adder.items(ranks, walk)
             pushing = (ranks, walk, args, last)
             if const_expr(self.rows):
                 ring = Ring(self.ring, buffers, barriers, warp)
                 items = deal_out(ranks.word(CLAIMS), item, step, total, bid < dealt)
-                add_items(ring, notes, warp, self.adding(True), items, pushing, RowBases(args.y), outbox)
+                add_items(ring, notes, warp, adder, items, pushing, RowBases(args.y), outbox)
             else:
                 count = Int32(0)
                 while item < total:
-                    copy = self.scout_push(pushing, item)
-                    held, _, _, _, code = self.fetch_push(pushing, copy, self.peek_push(pushing, copy))
-                    if held != 0:
-                        post(outbox, warp, count, code)
+                    copy = adder.scout(pushing, item)
+                    rows = adder.fetch(pushing, copy, adder.peek(pushing, copy))
+                    if rows.held != 0:
+                        post(outbox, warp, count, rows.code)
                         count += 1
                     item += step
                 close(outbox, warp, count)
@@ -233,146 +212,193 @@ class Combine(SlicedKernel):
         """By a warp of the `block`-th of so many that sum: sum this rank's tokens."""
         ranks, args, _ = summing
         _, buffers, barriers, notes, _ = shared
-        warp = warp_id()
+        warp, adder = warp_id(), self.owner_adder
         item, step = warp * blocks + block, blocks * self.WARPS
         if const_expr(self.rows):
             ring = Ring(self.sum_ring, buffers, barriers, warp)
-            staging = ranks.view("rows").base
             items = Items(item, item + step, step, args.tokens)
-            bases = RowBases(staging, args.residual)
-            if const_expr(self.adds_own):
-                bases = RowBases(args.y, args.residual, staging)
-            if const_expr(self.problem.num_domains > 1):
-                bases = RowBases(staging, args.residual, ranks.view("rows_in").base)
-            add_items(ring, notes, warp, self.adding(False), items, summing, bases)
+            add_items(ring, notes, warp, adder, items, summing, adder.bases(ranks, args))
         else:
             while item < args.tokens:
-                self.fetch_sum(summing, item, self.peek_sum(summing, item))
+                adder.fetch(summing, item, adder.peek(summing, item))
                 item += step
 
-    def adding(self, pushing: bool) -> Adding:
-        """Return how a warp adds rows that it pushes, or sums that have arrived."""
-        if pushing:
-            return Adding(
-                self.slices, self.weighted, self.scout_push, self.peek_push, self.fetch_push,
-                wire=self.in_format, encodes=True,
-            )  # fmt: skip
-        if self.adds_own:
-            return Adding(
-                self.slices, self.weighted, self.scout_both, self.peek_both, self.fetch_both, self.residual, own=True,
-                wire=self.in_format,
-            )  # fmt: skip
-        return Adding(
-            self.sum_slices, False, self.scout_sum, self.peek_sum, self.fetch_sum, self.residual,
-            in_two_parts(self.problem), wire=self.in_format,
-        )  # fmt: skip
+    # What several NVLink domains do differently (internode/combine.py).
+
+    @property
+    def push_adder(self) -> "PushAdder":
+        return PushAdder(self)
+
+    @property
+    def owner_adder(self) -> "OwnerAdder":
+        return OwnRowsAdder(self) if self.adds_own else OwnerAdder(self)
+
+    @property
+    def flags_each(self) -> int:
+        """Number of codes of flags at each rank that sums are pushed to."""
+        return self.problem.most_copies * self.problem.max_tokens
+
+    def first_summing(self, ranks: sync.Ranks, pushes: Boolean, dealt: Int32, args: ThroughputCombineArgs) -> Int32:
+        """Return the first of the blocks that sum."""
+        return Int32(args.pushers)
+
+
+@dataclass(frozen=True)
+class PushAdder(RowAdder):
+    """Adds the rows of copies at this rank, and pushes the sums. An item is a copy."""
+
+    kernel: Combine
+    encodes: ClassVar[bool] = True
+
+    @property
+    def slices(self) -> Slices:
+        return self.kernel.slices
+
+    @property
+    def weighted(self) -> bool:
+        return self.kernel.weighted
+
+    @property
+    def wire(self) -> SumSlices | None:
+        return self.kernel.in_format
 
     @cute.jit
-    def pass_on(self, ranks: sync.Ranks, block: Int32, blocks: Int32, args: ThroughputCombineArgs) -> None:
-        """By `block` of so many that sum, all of its warps: what goes to and from other domains."""
-        warps = self.WARPS + 1
-        first = Int32(warp_id()) * blocks + block
-        ids = self.token_major
-        ask(ranks, ids, args.topk_idx, args.send_rows, args.tokens, args.max_tokens, first, blocks * warps)
-        pass_sums(ranks, 32 * warps, self.rows, self.scalars, ids, self.in_format, args.max_tokens, (block, blocks))
+    def items(self, ranks: sync.Ranks, walk: Walk) -> Int32:
+        """Return how many copies this rank pushes."""
+        total = walk.items
+        if const_expr(self.kernel.adds_own):
+            total = copies_of_other(ranks, walk)
+        return total
 
     @cute.jit
-    def scout_push(self, context: Any, item: Int32) -> Copy:
+    def scout(self, lists: Any, item: Int32) -> Copy:
         """Return the copy of an item, if there is one."""
-        ranks, walk = context[:2]
-        if const_expr(self.adds_own):
+        ranks, walk = lists[:2]
+        if const_expr(self.kernel.adds_own):
             return copy_of_other(ranks, walk, item)
         return copy_of(ranks, walk, item)
 
     @cute.jit
-    def peek_push(self, context: Any, copy: Copy) -> tuple[Int32, Int32]:
+    def peek(self, lists: Any, scouted: Copy) -> tuple[Int32, Int32]:
         """Return a lane's row of the copy, -1 for none, and its entry at the owner."""
-        return row_of(context[1], copy)
+        return row_of(lists[1], scouted)
 
     @cute.jit
-    def fetch_push(self, context: Any, copy: Copy, peeked: Any) -> tuple[Int32, Int32, Float32, Int64, Int32]:
-        """Return the rows of a copy (see add_items), and send its scalars. A row after the last one is reported, and
-        the last row is read in its place, because the owner waits for a sum. (If there are no rows, the owner waits
-        until its deadline.)"""
-        ranks, walk, args, last = context
-        p = self.problem
-        copy = guarded(ranks, args.num_rows, args.max_tokens, copy)
+    def fetch(self, lists: Any, scouted: Copy, peeked: Any) -> ItemRows:
+        """Return the rows of a copy, and send its scalars. A row after the last one is reported, and the last row is
+        read in its place, because the owner waits for a sum. (If there are no rows, the owner waits until its
+        deadline.)"""
+        kernel = self.kernel
+        ranks, walk, args, last = lists
+        p = kernel.problem
+        copy = guarded(ranks, args.num_rows, args.max_tokens, scouted)
         row, asker = peeked
         if copy.rows == 0:
             row = Int32(-1)
         owner, token, number = Int32(0), Int32(0), Int32(0)
         if copy.rows != 0:
             owner, (token, number) = copy.source, token_of(p, copy, args.max_tokens)
-        stager, slot = stager_of(ranks, owner), slot_of(ranks, owner)
-        heap = ranks.peer(stager)
-        at = (slot * p.most_copies + number_there(p, slot, number)) * p.max_tokens + token
-        target = ranks.view("rows", heap, self.sum_bytes).at(at)
+        heap, slot, at = self.place(ranks, owner, token, number)
+        target = ranks.view("rows", heap, kernel.sum_bytes).at(at)
         last[0] = cutlass.max(last[0], row)
         row = cutlass.min(row, args.num_rows - 1)
         weight = Float32(1.0)
         if row >= 0:
-            if const_expr(self.weighted):
+            if const_expr(kernel.weighted):
                 weight = args.recv_weights[row]
-            if const_expr(self.scalars and not self.token_major):
+            if const_expr(kernel.scalars and not kernel.token_major):
                 scalar = args.row_scalars[row]
                 k = cutlass.max(asker, 0) % p.top_k
                 ranks.view("scalars", heap).part(slot)[number_of_weight(p, token * p.top_k + k)] = scalar
-        if const_expr(self.scalars and self.token_major):
+        if const_expr(kernel.scalars and kernel.token_major):
             first = arch.shuffle_sync(row, 0)
             lane = arch.lane_idx()
             if first >= 0 and lane < p.top_k:
                 scalar = args.row_scalars[Int64(first) * p.top_k + lane]
                 copy_scalars(ranks, heap, slot, ranks.rank, token)[lane] = scalar
         held = arch.vote_ballot_sync(row >= 0)
-        return held, row, weight, target, index_of(ranks, owner) * (p.num_domains * p.most_copies * p.max_tokens) + at
+        return ItemRows(held, row, weight, target, self.flag_of(ranks, owner, at))
+
+    def place(self, ranks: sync.Ranks, owner: Int32, token: Int32, number: Int32) -> tuple[Int64, Int32, Int32]:
+        """Return where the sum of a copy goes: the heap, the slot there (domains.py), and the number of the row in
+        staging."""
+        return ranks.peer(owner), Int32(0), number * self.kernel.problem.max_tokens + token
+
+    def flag_of(self, ranks: sync.Ranks, owner: Int32, at: Int32) -> Int32:
+        """Return the code of the flag (outbox.py) of the row with that number."""
+        return owner * self.kernel.flags_each + at
+
+
+@dataclass(frozen=True)
+class OwnerAdder(RowAdder):
+    """Adds the sums of this rank's tokens, which other ranks and this one have pushed. An item is a token."""
+
+    kernel: Combine
+
+    @property
+    def slices(self) -> Slices:
+        return self.kernel.sum_slices
+
+    @property
+    def extra(self) -> bool:
+        return self.kernel.residual
+
+    @property
+    def wire(self) -> SumSlices | None:
+        return self.kernel.in_format
+
+    def bases(self, ranks: sync.Ranks, args: ThroughputCombineArgs) -> RowBases:
+        """Return the addresses of the rows to add."""
+        return RowBases(ranks.view("rows").base, args.residual)
 
     @cute.jit
-    def scout_sum(self, context: Any, token: Int32) -> Int32:
-        """Return nothing, because nothing has to be loaded first."""
-        return token
+    def scout(self, lists: Any, item: Int32) -> Int32:
+        """Return the token: nothing has to be loaded first."""
+        return item
 
     @cute.jit
-    def peek_sum(self, context: Any, token: Int32) -> tuple[Int32, Int32]:
+    def peek(self, lists: Any, scouted: Int32) -> tuple[Int32, Int32]:
         """Return a lane's entry of send_rows and topk_idx of one of this rank's tokens."""
-        args = context[1]
+        args = lists[1]
         lane = arch.lane_idx()
         row, expert = Int32(-1), Int32(-1)
-        if token < args.tokens and lane < self.problem.top_k:
-            entry = token * self.problem.top_k + lane
+        if scouted < args.tokens and lane < self.kernel.problem.top_k:
+            entry = scouted * self.kernel.problem.top_k + lane
             row = args.send_rows[entry]
             expert = args.topk_idx[entry]
         return row, expert
 
     @cute.jit
-    def fetch_sum(self, context: Any, token: Int32, peeked: Any) -> tuple[Any, Int32, Float32, Int64, Int32]:
-        """Return the staged rows of one of this rank's tokens (see add_items) after they have arrived: lane c has copy
-        c."""
-        ranks, args, _ = context
-        p = self.problem
-        lane = arch.lane_idx()
+    def fetch(self, lists: Any, scouted: Int32, peeked: Any) -> ItemRows:
+        """Return the staged rows of one of this rank's tokens after they have arrived: lane c has copy c."""
+        kernel = self.kernel
+        ranks, args, _ = lists
         row, expert = peeked
+        token = scouted
         # A lane with an entry that opens a copy waits for it, if the copy has a row.
-        copy = copies_of(p, expert, row)
-        number = lane * p.max_tokens + token
-        held = copy.mask
-        if const_expr(p.num_domains == 1):
-            arrived = Int32(1)
-            if copy.expected != 0:
-                arrived = Int32(ranks.wait("token", copy.number * p.max_tokens + token, copy.holder, token))
-            # Hands what each lane acquired to the whole warp.
-            complete = arch.vote_all_sync(arrived != 0)
-        else:
-            number, count, complete = await_sums(ranks, copy, token, self.rows, self.scalars)
-            held = (Int32(1) << count) - 1 if p.top_k < 32 else Int32((Int64(1) << count) - 1)
+        copy = copies_of(kernel.problem, expert, row)
+        held, number, complete = self.await_copies(ranks, copy, token)
         if not complete:
             held = Int32(0)
         # Ordinary stores filled the staging, bulk copies read it.
         sync.fence_async()
         arch.sync_warp()
-        if const_expr(self.scalars):
+        if const_expr(kernel.scalars):
             self.return_scalar(ranks, args, token, copy, row, complete)
         rows, target = self.with_residual(args, token, held, complete)
-        return rows, number, Float32(1.0), target, token
+        return ItemRows(rows, number, Float32(1.0), target, token)
+
+    @cute.jit
+    def await_copies(self, ranks: sync.Ranks, copy: Copies, token: Int32) -> tuple[Int32, Int32, Boolean]:
+        """By a whole warp: wait for the copies of a token that have rows. Return as bits the lanes that hold a sum, the
+        number of a lane's sum in staging, and whether all have arrived."""
+        p = self.kernel.problem
+        number, arrived = arch.lane_idx() * p.max_tokens + token, Int32(1)
+        if copy.expected != 0:
+            arrived = Int32(ranks.wait("token", copy.number * p.max_tokens + token, copy.holder, token))
+        # Hands what each lane acquired to the whole warp.
+        complete = arch.vote_all_sync(arrived != 0)
+        return copy.mask, number, complete
 
     @cute.jit
     def with_residual(
@@ -380,15 +406,16 @@ class Combine(SlicedKernel):
     ) -> tuple[Any, Int64]:
         """By a whole warp: return the bit mask of the rows to add, with the residual as one more, which is added last,
         and the address of the token's sum. If there is nothing to add, the sum is set to zeros."""
-        target = Records(args.out, self.problem.row_bytes).at(token)
+        row_bytes = self.kernel.problem.row_bytes
+        target = Records(args.out, row_bytes).at(token)
         rows = held
-        if const_expr(self.residual):
+        if const_expr(self.kernel.residual):
             rows = Int64(held) & 0xFFFFFFFF
             if complete:
                 rows = rows | (Int64(1) << 32)
-        if const_expr(self.rows):
+        if const_expr(self.kernel.rows):
             if rows == 0:
-                zero_row(self.problem.row_bytes, target, arch.lane_idx())
+                zero_row(row_bytes, target, arch.lane_idx())
         return rows, target
 
     @cute.jit
@@ -397,61 +424,91 @@ class Combine(SlicedKernel):
     ) -> None:
         """By a warp, after the waits for a token's copies: lane k, which has the row of the token's k-th expert, writes
         its scalar; 0 if there is no row, or if the token is not `complete`."""
-        p = self.problem
+        kernel = self.kernel
+        p = kernel.problem
         lane = arch.lane_idx()
         if not complete:
             row = Int32(-1)
         own = row  # the row of this rank that has the scalar
-        if const_expr(self.token_major):
+        if const_expr(kernel.token_major):
             if copy.holder != ranks.rank:
                 own = Int32(-1)
             own = arch.warp_redux_sync(own, "max")
             row = ((copy.mask >> copy.number) & 1) * Int32(copy.holder >= 0 and complete) - 1
-            if const_expr(self.adds_own):
+            if const_expr(self.own):
                 if copy.holder == ranks.rank:
                     row = cutlass.min(row, own)  # nothing is read if y has no row at all
         if lane < p.top_k:
             value = Float32(0.0)
             if row >= 0:
                 at = self.address_of_returned(ranks, copy.holder, token, lane)
-                if const_expr(self.adds_own):
+                if const_expr(self.own):
                     if copy.holder == ranks.rank:
                         at = args.row_scalars.at(own)
-                        if const_expr(self.token_major):
+                        if const_expr(kernel.token_major):
                             at = args.row_scalars.at(Int64(own) * p.top_k + lane)
                 value = ptx.ld_f32(at)
             args.out_scalars[token * p.top_k + lane] = value
 
     @cute.jit
-    def scout_both(self, context: Any, token: Int32) -> tuple[Int32, Int32, Int32]:
-        """Return one of this rank's tokens, and a lane's entry of send_rows and topk_idx."""
-        row, expert = self.peek_sum(context, token)
-        return token, row, expert
+    def address_of_returned(self, ranks: sync.Ranks, holder: Int32, token: Int32, k: Int32) -> Int64:
+        """Return the address of the scalar that a rank returns to this one."""
+        p = self.kernel.problem
+        at = ranks.view("scalars").at(0, number_of_weight(p, token * p.top_k + k))
+        if const_expr(self.kernel.token_major):
+            at = copy_scalars(ranks, ranks.own, Int32(0), holder, token).at(k)
+        return at
+
+
+@dataclass(frozen=True)
+class OwnRowsAdder(OwnerAdder):
+    """Adds the rows that this rank has of its own tokens, rounds or quantizes their sum as if it were sent, and adds
+    the other rank's sum (`Combine.adds_own`). Lanes below OTHER_LANE have the rows, and OTHER_LANE the sum."""
+
+    own: ClassVar[bool] = True
+
+    @property
+    def slices(self) -> Slices:
+        return self.kernel.slices
+
+    @property
+    def weighted(self) -> bool:
+        return self.kernel.weighted
+
+    def bases(self, ranks: sync.Ranks, args: ThroughputCombineArgs) -> RowBases:
+        return RowBases(args.y, args.residual, ranks.view("rows").base)
 
     @cute.jit
-    def peek_both(self, context: Any, scouted: Any) -> Float32:
+    def scout(self, lists: Any, item: Int32) -> tuple[Int32, Int32, Int32]:
+        """Return one of this rank's tokens, and a lane's entry of send_rows and topk_idx."""
+        row, expert = OwnerAdder.peek(self, lists, item)
+        return item, row, expert
+
+    @cute.jit
+    def peek(self, lists: Any, scouted: Any) -> Float32:
         """Return the weight of a lane's row, if it is a row of this rank. In place of a row after the last one, which
         is reported, the last row is read."""
-        ranks, args, last = context
+        ranks, args, last = lists
         _, row, expert = scouted
         weight = Float32(1.0)
-        if row >= 0 and expert >= 0 and expert < self.problem.num_experts:
-            if holder_of(self.problem, expert) == ranks.rank:
+        if row >= 0 and expert >= 0 and expert < self.kernel.problem.num_experts:
+            if holder_of(self.kernel.problem, expert) == ranks.rank:
                 last[0] = cutlass.max(last[0], row)
-                if const_expr(self.weighted):
+                if const_expr(self.kernel.weighted):
                     row = cutlass.min(row, args.num_rows - 1)
                     if row >= 0:
                         weight = args.recv_weights[row]
         return weight
 
     @cute.jit
-    def fetch_both(self, context: Any, scouted: Any, weight: Float32) -> tuple[Any, Int32, Float32, Int64, Int32]:
-        """Return the rows of this rank of one of its tokens, and the staged sum of the other rank after it has arrived
-        (see add_items): lane k has the row of the k-th expert, OTHER_LANE the sum."""
-        ranks, args, _ = context
-        p = self.problem
+    def fetch(self, lists: Any, scouted: Any, peeked: Float32) -> ItemRows:
+        """Return the rows of this rank of one of its tokens, and the staged sum of the other rank after it has arrived:
+        lane k has the row of the k-th expert."""
+        ranks, args, _ = lists
+        p = self.kernel.problem
         lane = arch.lane_idx()
         token, row, expert = scouted
+        weight = peeked
         copy = copies_of(p, expert, row)
         here = copy.holder == ranks.rank
         arrived, other = Int32(1), Int32(0)
@@ -467,7 +524,7 @@ class Combine(SlicedKernel):
         arch.sync_warp()
         if here:
             row = cutlass.min(row, args.num_rows - 1)
-        if const_expr(self.scalars):
+        if const_expr(self.kernel.scalars):
             self.return_scalar(ranks, args, token, copy, row, complete)
         held = Int32(arch.vote_ballot_sync(here and row >= 0))
         if lane == OTHER_LANE:
@@ -477,19 +534,22 @@ class Combine(SlicedKernel):
         if not complete:
             held = Int32(0)
         rows, target = self.with_residual(args, token, held, complete)
-        return rows, row, weight, target, token
+        return ItemRows(rows, row, weight, target, token)
 
     @cute.jit
-    def address_of_returned(self, ranks: sync.Ranks, holder: Int32, token: Int32, k: Int32) -> Int64:
-        """Return the address of the scalar that a rank returns to this one; those of other NVLink domains arrive over
-        the wire."""
-        p = self.problem
-        among = number_of_weight(p, token * p.top_k + k)
-        at = ranks.view("scalars").at(0, among)
-        if const_expr(self.token_major):
-            at = copy_scalars(ranks, ranks.own, Int32(0), holder, token).at(k)
-        if const_expr(p.num_domains > 1):
-            slot = slot_of(ranks, holder)
-            if slot > 0:
-                at = ranks.view("scalars_in").at(slot - 1, among)
-        return at
+    def found_at(self, rows: RowBases, k: Int32, number: Int32, left: Any) -> tuple[Int64, Int32, Int32]:
+        base, mark = rows.base, Int32(0)
+        if k == OTHER_LANE:
+            base = rows.other
+        if k < OTHER_LANE and left & ((1 << OTHER_LANE) - 1) == 0:
+            mark = mark | JOINS
+        return base, number, mark
+
+    @cute.jit
+    def close_part(self, mark: Int32, acc: Any) -> None:
+        """Round or quantize the sum of this rank's rows after the last one."""
+        if mark & JOINS != 0:
+            if const_expr(self.wire is not None):
+                quantize_sum(self.wire, acc)
+            else:
+                round_sum(self.slices, acc)

@@ -20,13 +20,13 @@ from cutlass.cute import arch
 
 from .. import ptx
 from ..arrivals import Lists, lists
-from ..domains import slot_of, stager_of
 from ..experts import local_experts
 from ..heap import ALIGNMENT, CAPACITY, COPIES, SETTINGS_INTS, SLOTS, Problem
 from ..ids import thread_id
+from ..internode.relayed import weights_of
 from ..segments import inclusive_sum, place_segments, write_segment
 from ..sync import Ranks
-from ..views import Floats, Vectors
+from ..views import Vectors
 from .route import THREADS, add_ahead, received, sum_tiles, tile_of
 
 
@@ -342,18 +342,6 @@ def exchange_kept(ranks: Ranks, tile: Int32, tables: PlacingTables) -> None:
         tables.copies[source] = copies
         tables.copies[p.world_size + source] = copies_before
     arch.sync_threads()
-
-
-@cute.jit
-def weights_of(ranks: Ranks, source: Int32) -> Floats:
-    """Return a source rank's weights: at that rank, or at its stager."""
-    p = ranks.heap.problem
-    at = ranks.offsets("weights").base
-    if const_expr(p.num_domains > 1):
-        slot = slot_of(ranks, source)
-        if slot > 0:
-            at = ranks.offsets("weights_in").part(slot - 1).base
-    return Floats(ranks.peer(stager_of(ranks, source)) + at)
 
 
 def number_of_weight(problem: Problem, asker: Int32) -> Int32:

@@ -22,11 +22,11 @@ from ..arrivals import lists
 from ..experts import holder_of, local_experts
 from ..heap import CAPACITY, COPIES, SETTINGS_INTS, Problem
 from ..ids import thread_id
+from ..internode.relayed import weights_of
 from ..segments import inclusive_sum
 from ..sync import Ranks
 from ..token_major import clear_choices, write_counts
 from ..views import Floats, Ints
-from .placing import weights_of
 from .route import THREADS, add_ahead, received, sum_tiles, tile_of
 
 

@@ -6,8 +6,7 @@ Block roles, in the order of block indices:
   announcing block  (one) sets the chunk flags at the peers
   staging blocks    copy x to staging, chunk by chunk (stage.py), or quantize it on the way (stage_quantized.py)
 If rows are pushed (push.py), pushing blocks take the place of the announcing and the staging blocks.
-With several NVLink domains (internode/sending.py), a relaying block precedes the announcing block, and two thirds of
-the other blocks send rows to other domains. In domains of one rank all of them do, and there is no announcing block.
+internode/publish.py adds what several NVLink domains need.
 
 Progress. A tile block sends before it waits, staging and pushing blocks never wait, and the announcing block waits for
 staging blocks. All waits therefore end if the tile blocks, the announcing block and one staging block are co-resident,
@@ -29,19 +28,17 @@ from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.cute import arch
 
 from .. import operation, sync
-from ..domains import is_near
 from ..formats import Form
 from ..heap import RING_BYTES, SHARED_BYTES, Heap
-from ..ids import block_ids, thread_id, warp_id
-from ..internode.sending import BatchFiller, copy_rows, relay, row_in, send_rows, send_weights
+from ..ids import block_ids, thread_id
 from ..launch import Kernel, RankArgs
-from ..views import Floats, Ints, Records
+from ..views import Floats, Ints
 from .placing import finish_tile, new_tables, number_of_weight, place_tile, place_weights
 from .push import Pushing
 from .ring import RingShape
-from .route import THREADS, Counters, publish_tile, put_messages, tile_of
+from .route import THREADS, Counters, outgoing, publish_tile, tile_of
 from .stage import announce, ring_shape, stage
-from .stage_quantized import quantize_row, stage_quantized
+from .stage_quantized import stage_quantized
 
 
 class PublishArgs(NamedTuple):
@@ -94,6 +91,11 @@ class Publish(Kernel):
         return self.problem.weights_each * 4 if self.weights else 0
 
     @property
+    def has_rows_blocks(self) -> bool:
+        """Whether there are blocks behind the tile blocks."""
+        return self.rows
+
+    @property
     def tile_blocks(self) -> int:
         """Number of tile blocks, which come first in the grid."""
         return self.problem.tiles if self.route or self.weights else 0
@@ -131,19 +133,14 @@ class Publish(Kernel):
         smem = cutlass.memory.SmemAllocator()
         if bid < self.tile_blocks:
             self.do_tile(ranks, smem, bid, args)
-        elif const_expr(self.problem.num_domains > 1 and (self.rows or self.published_bytes > 0)):
-            if bid == self.tile_blocks:
-                relay(ranks, THREADS, self.rows, self.published_bytes > 0, args.max_tokens)
-            elif const_expr(self.rows):
-                self.do_rows_across(ranks, smem, bid - self.tile_blocks - 1, blocks - self.tile_blocks - 1, args)
-        elif const_expr(self.rows):
+        elif const_expr(self.has_rows_blocks):
             self.do_rows(ranks, smem, bid - self.tile_blocks, blocks - self.tile_blocks, args)
         if const_expr(self.ends_operation):
             operation.finish(ranks, blocks)
 
     @cute.jit
     def do_rows(self, ranks: sync.Ranks, smem: Any, block: Int32, blocks: Int32, args: PublishArgs) -> None:
-        """By `block` of so many: for ranks of this rank's domain."""
+        """By `block` of so many behind the tile blocks: bring rows to where peers fetch them."""
         if const_expr(self.pushes):
             self.pushing.push(ranks, smem, args, block, blocks)
         elif block == 0:
@@ -153,34 +150,6 @@ class Publish(Kernel):
             stage_quantized(form, self.given, ranks, args, block - 1, blocks - 1)
         else:
             stage(self.ring, ranks, smem, args.x, args.tokens, block - 1, blocks - 1)
-
-    @cute.jit
-    def do_rows_across(self, ranks: sync.Ranks, smem: Any, block: Int32, blocks: Int32, args: PublishArgs) -> None:
-        """Stage rows for ranks of this domain, and send rows to other domains."""
-        # Rows in a format are fetched from staging by the rank itself, too.
-        alone = self.problem.domain_ranks == 1 and self.format == ""
-        senders = blocks if alone else cutlass.max((blocks - 1) * 2 // 3, 1)
-        if block < senders:
-            row_bytes = (
-                Form(self.format, self.problem.hidden_size).staged_bytes if self.format else self.problem.row_bytes
-            )
-            send_rows(ranks, THREADS, BatchFiller(self.fill_batch, row_bytes), args, block, senders)
-        elif const_expr(not alone):
-            self.do_rows(ranks, smem, block - senders, blocks - senders, args)
-
-    @cute.jit
-    def fill_batch(self, ranks: sync.Ranks, args: PublishArgs, batch: Int32, mask: Int32, to: Int64) -> None:
-        """Fill a batch (see `sending.BatchFiller`)."""
-        p = self.problem
-        first = batch * p.batch_tokens
-        if const_expr(self.format == ""):
-            copy_rows(THREADS, mask, to, Records(args.x, p.row_bytes).at(first), p.row_bytes)
-        else:
-            form = Form(self.format, p.hidden_size)
-            for token in cutlass.range(warp_id(), p.batch_tokens, THREADS // 32):
-                if (mask >> token) & 1 != 0:
-                    row = Records(to, form.staged_bytes).at(row_in(mask, token))
-                    quantize_row(form, self.given, ranks, args, first + token, row)
 
     @cute.jit
     def do_tile(self, ranks: sync.Ranks, smem: Any, tile: Int32, args: PublishArgs) -> None:
@@ -195,10 +164,10 @@ class Publish(Kernel):
             table = smem.allocate_tensor(Int32, cute.make_layout(p.table_ints))
             counters = Counters(table, smem.allocate_tensor(Int32, cute.make_layout(p.counters)))
             tables = self.new_tables(smem, table)
-            publish_tile(ranks, counters, tile, args, self.TOKEN_MAJOR)
+            publish_tile(self, ranks, counters, tile, args)
         if const_expr(self.published_bytes > 0):
             self.publish_weights(ranks, tile, args)
-        self.put_tile(ranks, counters, tile, args)
+        self.send_tile_across(ranks, counters, tile, args)
         ok = self.meet(ranks, tile, failed)
         if const_expr(self.route):
             self.place(ranks, ok, tile, tables, args)
@@ -234,11 +203,7 @@ class Publish(Kernel):
     def publish_weights(self, ranks: sync.Ranks, tile: Int32, args: Any) -> None:
         """One block: store the weights of the tile's tokens where peers read them."""
         p = self.problem
-        first, end = tile_of(p, tile, args.max_tokens, args.tokens)
-        if const_expr(p.num_domains > 1):
-            # What puts may still read a rank that has given up leaves alone.
-            if not ranks.goes_on:
-                end = first
+        first, end = self.tokens_to_publish(ranks, tile, args)
         for j in cutlass.range(first * p.top_k + thread_id(), end * p.top_k, THREADS):
             self.publish_weight(ranks, j, args)
 
@@ -246,19 +211,6 @@ class Publish(Kernel):
     def publish_weight(self, ranks: sync.Ranks, j: Int32, args: Any) -> None:
         """Store the weight of a (token, k), given as a flat index, where peers read it."""
         ranks.view("weights")[number_of_weight(self.problem, j)] = args.topk_weights[j]
-
-    @cute.jit
-    def put_tile(self, ranks: sync.Ranks, counters: Any, tile: Int32, args: Any) -> None:
-        """One block: put its tile's messages and weights to other NVLink domains."""
-        p = self.problem
-        if const_expr(p.num_domains > 1):
-            # Orders all of the block's stores before its puts.
-            arch.sync_threads()
-            if const_expr(self.route):
-                put_messages(ranks, counters, THREADS // 32, tile)
-            if const_expr(self.published_bytes > 0):
-                first, end = tile_of(p, tile, args.max_tokens, args.tokens)
-                send_weights(ranks, THREADS // 32, self.published_bytes, tile, first, end)
 
     @cute.jit
     def meet(self, ranks: sync.Ranks, tile: Int32, failed: Any) -> Int32:
@@ -269,31 +221,40 @@ class Publish(Kernel):
         # Orders all of the block's stores before the release of the flags.
         arch.sync_threads()
         for peer in cutlass.range(tid, p.world_size, THREADS):
-            if is_near(ranks, peer):
-                ranks.signal("route", peer, (ranks.rank, tile))
+            self.signal_tile(ranks, Int32(peer), tile)
         for i in cutlass.range(tid, p.world_size * p.tiles, THREADS):
-            if not self.await_tile(ranks, i):
+            if not self.await_tile(ranks, Int32(i)):
                 failed[0] = 1
-        if const_expr(p.num_domains > 1 and self.route):
-            p.wire.arrived(ranks, ranks.offsets("route").flat.at(tid), tid < p.world_size * p.tiles)
+        self.after_await(ranks)
         # The barrier extends the acquire to the whole block.
         arch.sync_threads()
         return 1 - failed[0]
 
-    @cute.jit
+    # How ranks reach each other, which is different for those of other NVLink domains (internode/publish.py).
+
+    def send_entry(self, ranks: sync.Ranks, rank: Int32, tile: Int32, index: Int32, entry: Any) -> None:
+        """Write an entry of a tile's message to a rank."""
+        outgoing(ranks, rank, tile).entries[index] = entry
+
+    def send_count(self, ranks: sync.Ranks, rank: Int32, tile: Int32, index: Int32, value: Int32) -> None:
+        """Write a number that precedes the entries of a tile's message to a rank."""
+        outgoing(ranks, rank, tile).counts[index] = value
+
+    def tokens_to_publish(self, ranks: sync.Ranks, tile: Int32, args: Any) -> tuple[Int32, Int32]:
+        """Return the first token of a tile whose weight is published, and the one after the last."""
+        return tile_of(self.problem, tile, args.max_tokens, args.tokens)
+
+    def send_tile_across(self, ranks: sync.Ranks, counters: Any, tile: Int32, args: Any) -> None:
+        """By one block: send its tile to ranks whose memory is not mapped."""
+
+    def signal_tile(self, ranks: sync.Ranks, peer: Int32, tile: Int32) -> None:
+        """By one thread: release this rank's tile to a peer."""
+        ranks.signal("route", peer, (ranks.rank, tile))
+
     def await_tile(self, ranks: sync.Ranks, index: Int32) -> Boolean:
-        """By one thread: wait for the messages and weights of a tile of a rank. Return False if they never arrived."""
-        p = self.problem
-        source, tile = index // p.tiles, index % p.tiles
-        come = Boolean(True)
-        if const_expr(p.num_domains == 1):
-            come = ranks.wait("route", index, source, tile)
-        else:
-            near = is_near(ranks, source)
-            if near or const_expr(self.route):
-                come = ranks.wait("route", index, source, tile)
-            if const_expr(self.published_bytes > 0):
-                if not near and come:
-                    flag = ranks.view("relayed_weights").flat.at(index)
-                    come = sync.await_word(ranks, flag, source, tile) >= 0
-        return come
+        """By one thread: wait for the messages and weights of a tile of a rank, all of which are counted by `index`.
+        Return False if they never arrived."""
+        return ranks.wait("route", index, index // self.problem.tiles, index % self.problem.tiles)
+
+    def after_await(self, ranks: sync.Ranks) -> None:
+        """By one block, whose threads have waited for all tiles."""

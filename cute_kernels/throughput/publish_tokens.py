@@ -1,7 +1,6 @@
 """The publish kernel of a token-major dispatch (publish.py), which also writes local ids and weights [R, K].
 
 Each rank stores its ids and weights where peers read them, because a rank that has a copy reads all K of its token.
-They are sent to other NVLink domains as weights are, so there is something to relay even if no rows are sent.
 """
 
 from dataclasses import dataclass

@@ -24,10 +24,10 @@ from cutlass import Boolean, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx
-from ..domains import is_near
+from ..barriers import whole_block
 from ..experts import first_expert, holder_of
 from ..heap import ALIGNMENT, CAPACITY, COPIES, ELEMENT_BYTES, PLACING_WARPS, SETTINGS_INTS, SLOTS, Problem
-from ..ids import thread_id, warp_id
+from ..ids import thread_id
 from ..sync import BAD_EXPERT, Ranks, reject
 from ..views import Ints, Vectors
 
@@ -68,44 +68,9 @@ def received(ranks: Ranks, source: Int32 | int, tile: Int32) -> Message:
     return message_at(ranks.heap.problem, ranks.view("messages").at(source, tile))
 
 
-@cute.jit
 def outgoing(ranks: Ranks, rank: Int32, tile: Int32) -> Message:
-    """Return where this rank writes a tile's message for another rank: at that rank or, for a rank of another NVLink
-    domain, in this rank's own memory, from which it is put on the wire (`put_messages`)."""
-    address = Int64(0)
-    if const_expr(not ranks.heap.problem.domains):
-        address = ranks.view("messages", ranks.peer(rank)).at(ranks.rank, tile)
-    else:
-        if is_near(ranks, rank):
-            address = ranks.view("messages", ranks.peer(rank)).at(ranks.rank, tile)
-        else:
-            address = ranks.view("messages_out").at(rank, tile)
-    return message_at(ranks.heap.problem, address)
-
-
-@cute.jit
-def may_write(ranks: Ranks, rank: Int32) -> Boolean:
-    """Return whether this rank may write there. A rank that has given up does not overwrite what its puts may still
-    read, because a valid word would follow."""
-    may = Boolean(True)
-    if const_expr(ranks.heap.problem.num_domains > 1):
-        may = ranks.goes_on or is_near(ranks, rank)
-    return may
-
-
-@cute.jit
-def put_messages(ranks: Ranks, counters: Counters, warps: cutlass.Constexpr[int], tile: Int32) -> None:
-    """By one block, behind a barrier: puts its tile's messages to ranks of other domains, one put each, whose word is
-    the route flag."""
-    p = ranks.heap.problem
-    rank = Int32(warp_id())
-    while rank < p.world_size and ranks.goes_on:
-        if not is_near(ranks, rank):
-            entries = Int32(counters.total[p.num_experts + rank])
-            there, here = ranks.offsets("messages").at(ranks.rank, tile), ranks.offsets("messages_out").at(rank, tile)
-            word = ranks.offsets("route").at(ranks.rank, tile)
-            p.wire.put_signal(ranks, rank, there, here, message_bytes(p, entries), word, ranks.mark)
-        rank += warps
+    """Return where this rank writes a tile's message at another rank."""
+    return message_at(ranks.heap.problem, ranks.view("messages", ranks.peer(rank)).at(ranks.rank, tile))
 
 
 def message_bytes(problem: Problem, entries: Int32) -> Int32:
@@ -134,21 +99,21 @@ class Counted(NamedTuple):
 
 
 @cute.jit
-def publish_tile(
-    ranks: Ranks, counters: Counters, tile: Int32, args: Any, token_major: cutlass.Constexpr[bool] = False
-) -> None:
-    """By one block: write this rank's message about a tile to every rank. `args` are those of the publish kernel.
+def publish_tile(kernel: cutlass.Constexpr[Any], ranks: Ranks, counters: Counters, tile: Int32, args: Any) -> None:
+    """By one block: write this rank's message about a tile to every rank. `kernel`: the publish kernel; `args`: its
+    arguments.
 
     The messages are not released here. Each warp takes consecutive tokens, so that the order of rounds, warps, steps
     and lanes is the order of entries. `send_rows` holds, until the rows are known, how many entries of the tile name
     the same expert before.
 
-    `token_major`: rows are copies. A message has the counts of the receiver's own experts only; for every other rank it
+    Token-major rows are copies. A message has the counts of the receiver's own experts only; for every other rank it
     says how many copies go there, in the column of that rank's first expert. `send_rows` holds the copy's number within
     the tile where an entry opens a copy, and -1 elsewhere.
     """
     p = ranks.heap.problem
     begin, end = tile_of(p, tile, args.max_tokens, args.tokens)
+    whole_block(THREADS)
     clear_counters(counters.total, p.counters)
     for first in cutlass.range(begin, end, p.counting_warps * STEPS * (32 // p.top_k)):
         clear_counters(counters.warps, p.counting_warps * p.counters)
@@ -161,10 +126,10 @@ def publish_tile(
             sum_warps(counters.warps, counters.total, p.counting_warps, p.counters, i)
         arch.sync_threads()
         for r in range_constexpr(STEPS):
-            write_entry(ranks, counters, tile, counted[r], args, token_major)
+            write_entry(kernel, ranks, counters, tile, counted[r], args)
         arch.sync_threads()
     arch.sync_threads()
-    write_headers(ranks, counters, tile, args, token_major)
+    write_headers(kernel, ranks, counters, tile, args)
 
 
 @cute.jit
@@ -242,7 +207,7 @@ def count_entry(ranks: Ranks, counters: Counters, asked: Asked, distinct: Boolea
 
 @cute.jit
 def write_entry(
-    ranks: Ranks, counters: Counters, tile: Int32, entry: Counted, args: Any, token_major: cutlass.Constexpr[bool]
+    kernel: cutlass.Constexpr[Any], ranks: Ranks, counters: Counters, tile: Int32, entry: Counted, args: Any
 ) -> None:
     """By a warp, behind the sums over warps: an entry of each lane, into the message to its expert's holder."""
     p = ranks.heap.problem
@@ -253,10 +218,9 @@ def write_entry(
         index = entry.of_holder + table[mine + p.num_experts + entry.holder]
         copy = entry.copies + table[mine + p.num_experts + p.world_size + entry.holder]
         local = entry.expert - first_expert(p, entry.holder)
-        entries = outgoing(ranks, entry.holder, tile).entries
-        if may_write(ranks, entry.holder):
-            entries[index] = (entry.asker, local | (entry.number << 16), position, copy * 2 + entry.opens)
-        if const_expr(token_major):
+        words = (entry.asker, local | (entry.number << 16), position, copy * 2 + entry.opens)
+        kernel.send_entry(ranks, entry.holder, tile, index, words)
+        if const_expr(kernel.TOKEN_MAJOR):
             position = Int32(-1)
             if entry.opens != 0:
                 position = copy
@@ -265,9 +229,7 @@ def write_entry(
 
 
 @cute.jit
-def write_headers(
-    ranks: Ranks, counters: Counters, tile: Int32, args: Any, token_major: cutlass.Constexpr[bool]
-) -> None:
+def write_headers(kernel: cutlass.Constexpr[Any], ranks: Ranks, counters: Counters, tile: Int32, args: Any) -> None:
     """By one block that has counted its tile: what stands before the entries in the message to each rank."""
     p = ranks.heap.problem
     total, copies = counters.total, p.num_experts + p.world_size  # the first column of copies
@@ -277,7 +239,7 @@ def write_headers(
         value = Int32(0)
         if j < p.num_experts:
             value = total[j]
-            if const_expr(token_major):
+            if const_expr(kernel.TOKEN_MAJOR):
                 holder = holder_of(p, j)
                 if holder != peer:
                     value = Int32(0)
@@ -292,8 +254,7 @@ def write_headers(
             value = args.slots
         if what == COPIES:
             value = total[copies + peer]
-        if may_write(ranks, peer):
-            outgoing(ranks, peer, tile).counts[j] = value
+        kernel.send_count(ranks, peer, tile, j, value)
 
 
 @cute.jit

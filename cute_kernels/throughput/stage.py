@@ -15,6 +15,7 @@ from cutlass import Int32, Int64, Uint8
 from cutlass.cute import arch
 
 from .. import ptx, sync
+from ..barriers import whole_block
 from ..copies import pop_lowest
 from ..domains import neighbor
 from ..heap import CHUNK_BYTES, Problem
@@ -116,7 +117,7 @@ def announce(ranks: sync.Ranks, smem: Any, tokens: Int32, own: cutlass.Constexpr
     problem = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
     lane = arch.lane_idx()
-    warps = THREADS // 32
+    warps = whole_block(THREADS) // 32
     warp = warp_id()
     # What each warp has found, as a mask of its chunks. Held twice and used in turn: a warp may write what it finds
     # next while the first warp still reads.

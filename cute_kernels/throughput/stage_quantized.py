@@ -13,6 +13,7 @@ from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
+from ..barriers import TeamBarriers
 from ..formats import Form
 from ..heap import Problem
 from ..ids import warp_id
@@ -54,10 +55,7 @@ def stage_quantized(
             token = first + item // parts
             quantize_part(form, given, ranks, args, token, staging.at(token), item % parts)
         # All of the team's stores come before the mark.
-        if const_expr(team > 1):
-            arch.barrier(barrier_id=1 + mine, number_of_threads=32 * team)
-        else:
-            arch.sync_warp()
+        TeamBarriers(1, THREADS // 32 // team, team).wait(mine)
         if member == 0 and lane == 0:
             ptx.st_release_gpu(marks.at(chunk), ranks.own_mark)
         chunk += THREADS // 32 // team * copiers

@@ -9,11 +9,10 @@ from cutlass.cute import arch
 
 from .. import sync
 from ..delivery import Arrived, Delivery
-from ..domains import is_near, slot_of, stager_of
 from ..experts import local_experts
 from ..heap import Problem
 from ..ids import thread_id
-from ..internode.sending import row_in
+from ..internode.relayed import await_relayed, relayed_row
 from ..segments import padded
 from ..views import Ints, Records
 from .push import slot_of_row
@@ -28,25 +27,12 @@ def await_rows(
     else what `source_row` takes. `known` [W] in shared memory belongs to the warp: the ranks that have signaled that
     all their rows are staged. `own`: this rank's rows are fetched from staging, too, instead of from x. `pushed`:
     peers push rows to this rank's staging.
-
-    For a rank of another NVLink domain the result is 2 × (bit mask of the tokens whose rows the batch has) + 1.
     """
     ready = Int32(1)
     staged = Boolean(True)
     if const_expr(not own):
         staged = source != ranks.rank
-    if const_expr(ranks.heap.problem.num_domains > 1):
-        if not is_near(ranks, source):
-            staged = Boolean(False)
-            if arch.lane_idx() == 0:
-                batch = token // ranks.heap.problem.batch_tokens
-                flag = ranks.view("relayed").at(source, batch)
-                ready = Int32(sync.await_word(ranks, flag, source, token)) * 2 + 1
-                if ready < 0:
-                    ready = Int32(0)
-                # Bulk copies come after what was acquired.
-                sync.fence_async()
-            ready = arch.shuffle_sync(ready, 0)
+    ready, staged = await_relayed(ranks, source, token, ready, staged)
     if staged:
         if arch.lane_idx() == 0:
             if const_expr(pushed):
@@ -84,8 +70,8 @@ def source_row(
     ranks: sync.Ranks, x: Int64, source: Int32, token: Int32, delivery: cutlass.Constexpr[Delivery], ready: Int32,
     pushed: cutlass.Constexpr[bool] = False,
 ) -> Int64:  # fmt: skip
-    """Address of a token's row: this rank's own lies in x, unless rows travel in a format. Rows from other NVLink
-    domains lie with the stager, pushed rows with this rank. `ready`: what `await_rows` gave."""
+    """Address of a token's row: this rank's own lies in x, unless rows travel in a format; pushed rows lie with this
+    rank. `ready`: what `await_rows` gave."""
     nbytes = delivery.traveling_bytes
     base = x
     if const_expr(delivery.format != ""):
@@ -95,15 +81,7 @@ def source_row(
             base = ranks.view("rows", nbytes=nbytes).at(slot_of_row(ranks.heap.problem, source, Int32(0)))
         else:
             base = ranks.view("rows", ranks.peer(source)).base
-    at = Records(base, nbytes).at(token)
-    if const_expr(ranks.heap.problem.num_domains > 1):
-        slot = slot_of(ranks, source)
-        if slot > 0:
-            batch = token // ranks.heap.problem.batch_tokens
-            row = row_in(ready >> 1, token - batch * ranks.heap.problem.batch_tokens)
-            rows = ranks.peer(stager_of(ranks, source)) + ranks.offsets("rows_in").at(slot - 1, batch)
-            at = Records(rows, nbytes).at(row)
-    return at
+    return relayed_row(ranks, source, token, nbytes, ready, Records(base, nbytes).at(token))
 
 
 class SegmentEnds(NamedTuple):

@@ -42,9 +42,14 @@ class Mutation(NamedTuple):
 
 SUMS, SENDING = "internode/sums.py", "internode/sending.py"
 SYNC, OPERATION = "sync.py", "operation.py"
+REPORTS, REJECTED = "internode/reports.py", "internode/rejected.py"
 LANES = "{}arch.sync_warp()\n"
-FAR, DISPATCH, COMBINE = "latency/far.py", "latency/dispatch.py", "latency/combine.py"
-PUBLISH, STAGED, PUSH = "throughput/publish.py", "throughput/staged.py", "throughput/push.py"
+DISPATCH, COMBINE = "latency/dispatch.py", "latency/combine.py"
+FAR, DISPATCH_ACROSS, COMBINE_ACROSS = (
+    "internode/far.py", "internode/latency_dispatch.py", "internode/latency_combine.py"
+)  # fmt: skip
+STAGED, PUSH = "throughput/staged.py", "throughput/push.py"
+PUBLISH_ACROSS, RELAYED = "internode/publish.py", "internode/relayed.py"
 PLACE = "latency/place_tokens.py"
 STORED = """            if mark & LAST != 0:
                 store_slice(self.wire, acc, (notes.targets + note).load(), mark & END)
@@ -66,19 +71,19 @@ MUTATIONS = {
         "given_up_across", SYNC, "return (self.mark ^ (self.epoch << SHIFT)) >= 0", "return Boolean(True)"
     ),
     "rejection": Mutation(
-        "across_rejected_small", SYNC, '                ptx.st_release_sys(ranks.view("rejection").base',
+        "across_rejected_small", REPORTS, '                ptx.st_release_sys(ranks.view("rejection").base',
         '                ptx.st_release_sys(ranks.word(17)',
     ),
     "sent": Mutation(
-        "latency_across_rejected", OPERATION, "expected += number_in(said, ranks.base)",
+        "latency_across_rejected", REJECTED, "expected += number_in(said, ranks.base)",
         "expected += Int64(0)",
     ),
     "come": Mutation(
-        "latency_across_rejected", OPERATION, "while come < expected and not stop", "while Int64(1) < 0"
+        "latency_across_rejected", REJECTED, "while come < expected and not stop", "while Int64(1) < 0"
     ),
     "route told": Mutation(
-        "across_small", PUBLISH, "                come = ranks.wait(\"route\", index, source, tile)\n            if",
-        "                come = Boolean(True)\n            if",
+        "across_small", PUBLISH_ACROSS, '            come = ranks.wait("route", index, source, tile)\n        if',
+        "            come = Boolean(True)\n        if",
     ),
     "weights arrived, rows arrived": Mutation(
         "across_pairs_small", SENDING, "            came = has_number(seen, ranks.base)\n",
@@ -89,10 +94,10 @@ MUTATIONS = {
         "half_launched", "alarm.py", "            sync.pass_on(ranks, failed)\n", "            pass\n"
     ),
     "weights told": Mutation(
-        "across_two", PUBLISH, "come = sync.await_word(ranks, flag, source, tile) >= 0", "come = flag != 0"
+        "across_two", PUBLISH_ACROSS, "come = sync.await_word(ranks, flag, source, tile) >= 0", "come = flag != 0"
     ),
     "rows told": Mutation(
-        "across_small", STAGED, "Int32(sync.await_word(ranks, flag, source, token))",
+        "across_small", RELAYED, "Int32(sync.await_word(ranks, flag, source, token))",
         "Int32((ptx.ld_relaxed_sys(flag) >> 7) & ((1 << 20) - 1))",
     ),
     "staged": Mutation(
@@ -134,11 +139,11 @@ MUTATIONS = {
         "            came = word > 0\n",
     ),
     "few route arrived": Mutation(
-        "latency_across_ahead", DISPATCH,
+        "latency_across_ahead", DISPATCH_ACROSS,
         'await_far(ranks, "routes", Boolean(lane == 0), source, source, Int32(0))', "pass",
     ),
     "few row arrived": Mutation(
-        "latency_across_ahead", DISPATCH,
+        "latency_across_ahead", DISPATCH_ACROSS,
         'await_far(ranks, "lines", comes, source * self.tokens + number, source, token)', "pass",
     ),
     "few route, row or sum arrived, for the other lanes": Mutation(
@@ -146,25 +151,25 @@ MUTATIONS = {
         "    ranks.heap.problem.wire.arrived(ranks, word, waits and came)\n" + LANES.format(" " * 4), "",
     ),
     "few sum arrived": Mutation(
-        "latency_across_ahead", COMBINE, 'await_far(ranks, "lines", comes, number, order.holder, token)',
+        "latency_across_ahead", COMBINE_ACROSS, 'await_far(ranks, "lines", comes, number, order.holder, token)',
         "Boolean(True)",
     ),
     "hello, in a dispatch of few tokens": Mutation(
-        "latency_across_ahead", DISPATCH, "sync.meet_all(ranks, lane)", "pass"
+        "latency_across_ahead", DISPATCH_ACROSS, "sync.meet_all(ranks, lane)", "pass"
     ),
     "hello, in a combine of few tokens": Mutation(
         "latency_across_ahead", COMBINE, "sync.meet_all(ranks, lane)", "pass"
     ),
     "hello, for the lane that ends a combine": Mutation(
-        "latency_across_rejected", COMBINE,
-        LANES.format(" " * 24) + "                        if lane == 0:\n                            end(ranks)\n",
-        "                        if lane == 0:\n                            end(ranks)\n",
+        "latency_across_rejected", COMBINE_ACROSS,
+        LANES.format(" " * 8) + "        if lane == 0:\n            end(ranks)\n",
+        "        if lane == 0:\n            end(ranks)\n",
     ),
     "blocks have put": Mutation(
         "latency_across_ahead", FAR,
         "    while ptx.ld_acquire_gpu(ranks.word(TICKET)) != blocks:\n        pass\n", "",
     ),
-    "settle, few tokens": Mutation("latency_across_rejected", FAR, "    operation.end_rejected(ranks)\n", ""),
+    "settle, few tokens": Mutation("latency_across_rejected", FAR, "    end_rejected(ranks)\n", ""),
     "few, a route missing": Mutation(
         "rejected_latency", DISPATCH, "Int32(ptx.barrier_count(missing) == 0)", "Int32(ptx.barrier_count(missing) >= 0)"
     ),
@@ -199,11 +204,12 @@ MUTATIONS = {
         "        if here:\n            row = cutlass.min(row, args.num_rows - 1)\n", "",
     ),
     "own sum left exact": Mutation(
-        "sums_rounded", "throughput/adder.py", "                round_sum(slices, acc)\n", "                pass\n"
+        "sums_rounded", "throughput/combine.py", "                round_sum(self.slices, acc)\n",
+        "                pass\n",
     ),
     "own sum left exact, in a format": Mutation(
-        "sums_bf16", "throughput/adder.py", "                    quantize_sum(self.wire, acc)\n",
-        "                    pass\n",
+        "sums_bf16", "throughput/combine.py", "                quantize_sum(self.wire, acc)\n",
+        "                pass\n",
     ),
     "own weight of another row": Mutation(
         "sums_rounded", "throughput/combine.py", "args.recv_weights[row]\n        return weight",
@@ -235,10 +241,11 @@ MUTATIONS = {
         "sums", "throughput/adder.py", "                mark = mark | PLAIN\n", ""
     ),
     "sums, a domain's one not quantized again": Mutation(
-        "sums_few_across", COMBINE, "elif const_expr(self.problem.domain_ranks > 1):", "elif const_expr(False):"
+        "sums_few_across", COMBINE_ACROSS, "elif const_expr(self.problem.domain_ranks > 1):", "elif const_expr(False):"
     ),
     "sums, those of the own domain quantized again": Mutation(
-        "sums_few_across", COMBINE, "        if (order.rounded >> copy) & 1 != 0:\n", "        if order.copies > 0:\n"
+        "sums_few_across", COMBINE_ACROSS, "        if (order.rounded >> copy) & 1 != 0:\n",
+        "        if order.copies > 0:\n",
     ),
     "sums, a pushed one left out": Mutation(
         "sums_across_pairs", "internode/pushed_in_format.py", "            add_slice(wire, at, last, acc)\n",

@@ -107,7 +107,7 @@ def test_which_there_are() -> None:
     """Each kernel is of the domains and their wire; those that gather are not among them."""
     kernels = throughput_kernels(LARGE)
     kinds = {type(kernel).__name__ for kernel in kernels}
-    assert kinds == {"Publish", "PublishTokens", "Pull", "Combine", "PullScaled"}
+    assert kinds == {"PublishAcross", "PublishTokensAcross", "Pull", "CombineAcross", "PullScaled"}
     near = throughput_kernels(dataclasses.replace(LARGE, domains=(), wire=None))
     assert len(kernels) == len(set(kernels)) < len(near)
     assert {kernel.problem for kernel in kernels} == {LARGE}

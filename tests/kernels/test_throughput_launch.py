@@ -193,7 +193,7 @@ def test_operators_across_domains(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {kernel for kernel, _, _ in recorder.launched} == set(throughput_kernels(problem))
     made.combine_gathered(held.view(torch.bfloat16).view(48, 64), route)
     kernel, terms, given = recorder.launched[-1]
-    assert type(kernel).__name__ == "Combine" and marks.unpack(terms)[1].kind == "combine"
+    assert type(kernel).__name__ == "CombineAcross" and marks.unpack(terms)[1].kind == "combine"
     assert given["y"].data_ptr() == held.data_ptr() and given["recv_weights"] is given["residual"] is None
     monkeypatch.setattr(made.target, "reject", lambda *why, **more: None)
     made.combine_gathered(recv_x, route)

@@ -1,4 +1,4 @@
-"""Packets for ranks of other NVLink domains, which only a wire reaches (../internode/wire.py).
+"""Packets for ranks of other NVLink domains, which only a wire reaches (wire.py).
 
 The packets are the same as within a domain. A block assembles those of a route, of a row or of several rows
 (bundled.py) in a send area of its own rank. One put copies them to the target and sets the word of the first one to the
@@ -15,13 +15,14 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, range_constexpr
 from cutlass.cute import arch
 
-from .. import operation, ptx, sync
+from .. import ptx, sync
 from ..copies import Copies, RankSet, below, lowest, set_of
 from ..domains import position_of
 from ..heap import EPOCH, TICKET
+from ..latency.packets import THREADS, WARPS, WarpShare, Words, part_of, seal, st_line
+from ..latency.sizes import PACKET_BYTES
 from ..views import Records
-from .packets import THREADS, WARPS, WarpShare, Words, part_of, seal, st_line
-from .sizes import PACKET_BYTES
+from .rejected import end_rejected
 
 
 class FarTarget(NamedTuple):
@@ -92,7 +93,7 @@ def end(ranks: sync.Ranks) -> None:
     blocks, _, _ = arch.grid_dim()
     while ptx.ld_acquire_gpu(ranks.word(TICKET)) != blocks:
         pass
-    operation.end_rejected(ranks)
+    end_rejected(ranks)
     ptx.st_u64(ranks.word(TICKET), Int64(0))
     ptx.st_u64(ranks.word(EPOCH), ranks.epoch + 1)
 

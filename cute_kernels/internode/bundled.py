@@ -21,8 +21,8 @@ from ..copies import lowest
 from ..domains import is_near
 from ..experts import local_experts
 from ..heap import Problem
-from .packets import WARPS
-from .place import RouteTables, asked_expert
+from ..latency.packets import WARPS
+from ..latency.place import RouteTables, asked_expert
 
 
 def bundles(problem: Problem, tokens: Int32) -> Int32:
