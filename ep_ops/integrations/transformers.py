@@ -24,9 +24,11 @@ Other calls run transformers' own kernels, which need a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -56,6 +58,7 @@ from ep_ops import registry
 from ep_ops.arguments import device_of, group_of
 from ep_ops.communicator import Communicator
 from ep_ops.config import DTYPES
+from ep_ops.formats import ELEMENT
 from ep_ops.group.exchange import Exchange
 from ep_ops.integrations.spread_checks import (
     check_all_save,
@@ -353,9 +356,31 @@ def _save_whole(model: Any, comm: Communicator, *args: Any, **kwargs: Any) -> An
     if given.get("state_dict") is None and not given.get("distributed_checkpoint"):
         if comm.world_size > 1:
             check_all_save(comm)
-        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        with _codes_as_bytes(model) as dtypes:
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            whole: dict[str, Any] = get_model_state_dict(model, options=options)
+        whole |= {name: whole[name].view(dtype) for name, dtype in dtypes.items() if name in whole}
         return save(**given | {"state_dict": whole})
     return save(model, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _codes_as_bytes(model: nn.Module) -> Iterator[dict[str, torch.dtype]]:
+    """Replace DTensors of codes and of UE8M0 scales within the block by DTensors of bytes, which all backends of
+    torch.distributed gather. Yield their names and dtypes."""
+    found = {
+        name: (model.get_submodule(name.rpartition(".")[0]), p)
+        for name, p in model.named_parameters() if isinstance(p, DTensor) and p.dtype in (ELEMENT, torch.float8_e8m0fnu)
+    }  # fmt: skip
+    try:
+        for name, (module, p) in found.items():
+            local, shape, stride = p.to_local().detach().view(torch.uint8), p.shape, p.stride()
+            codes = DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=shape, stride=stride)
+            module._parameters[name.rpartition(".")[2]] = nn.Parameter(codes, requires_grad=False)
+        yield {name: p.dtype for name, (_, p) in found.items()}
+    finally:
+        for name, (module, p) in found.items():
+            module._parameters[name.rpartition(".")[2]] = p
 
 
 def _top_k(experts: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,6 +117,32 @@ def test_spread_experts(ranks: int, powers: bool) -> None:
     for found in results:
         for out in found:
             assert torch.equal(out, whole[: len(out)])
+
+
+def saved(path: str, powers: bool, seed: int) -> None:
+    from safetensors.torch import load_file
+
+    from ep_ops.integrations.transformers import spread_experts
+
+    whole = fp8_model(weights_of(E, H, F, seed, powers=powers), **({"scale_fmt": "ue8m0"} if powers else {}))
+    model = copy.deepcopy(whole)
+    spread_experts(model, max_tokens_per_rank=32, timeout=20)
+    before = dict(model.named_parameters())
+    model.save_pretrained(f"{path}/spread")
+    after = dict(model.named_parameters())
+    assert list(after) == list(before) and all(after[last] is p for last, p in before.items())
+    if dist.get_rank() == 0:
+        whole.save_pretrained(f"{path}/whole")
+        got, want = (load_file(f"{path}/{which}/model.safetensors") for which in ("spread", "whole"))
+        assert got.keys() == want.keys() and sum(w.dtype == torch.float8_e4m3fn for w in want.values()) == 3 * E
+        for last, w in want.items():
+            assert got[last].dtype == w.dtype and torch.equal(got[last].view(torch.uint8), w.view(torch.uint8))
+
+
+@pytest.mark.parametrize("powers", [True, pytest.param(False, marks=pytest.mark.drawn)])
+def test_save_pretrained(tmp_path: Path, powers: bool) -> None:
+    """Codes and scales of all ranks, which gloo cannot send as such, are saved as they are."""
+    run_ranks(2, saved, str(tmp_path), powers, fresh_seed())
 
 
 @pytest.mark.parametrize(("change", "takes"), [
