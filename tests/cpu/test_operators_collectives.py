@@ -99,11 +99,13 @@ def two_layers_and_three_losses(first, second, x):
     return out, losses
 
 
-def _beside_eager(tokens, compiled, grad):
-    """Results with ranks ``compiled``, and with none, of layers with ``tokens[rank]`` tokens."""
+def _beside_eager(tokens, compiled, grad, generate):
+    """Results with ranks ``compiled``, and with none, of layers with ``tokens[rank]`` tokens. ``generate``: whether
+    Inductor compiles C++ for operators of torch, or calls them."""
     rank = dist.get_rank()
     results = []
-    with torch._inductor.config.patch(fx_graph_cache=False), toy.communicator() as comm, torch.set_grad_enabled(grad):
+    how = torch._inductor.config.patch(fx_graph_cache=False, fallback_by_default=not generate)
+    with how, toy.communicator() as comm, torch.set_grad_enabled(grad):
         layers = [MoELayer(comm, 8, router=Router(toy.EXPERTS, toy.HIDDEN, toy.TOP_K, seed=n)) for n in range(2)]
         parameters = [p for layer in layers for p in layer.router.parameters()]
         for ranks in (compiled, ()):
@@ -121,16 +123,16 @@ def _beside_eager(tokens, compiled, grad):
 
 
 @pytest.mark.parametrize(
-    "tokens, compiled, grad",
+    "tokens, compiled, grad, generate",
     [
-        ((16, 0), (0,), True),
-        pytest.param((16, 0), (0, 1), True, marks=pytest.mark.drawn),
-        pytest.param((16, 16), (1,), True, marks=pytest.mark.drawn),
-        pytest.param((0, 16), (0, 1), False, marks=pytest.mark.drawn),
+        ((16, 0), (0,), True, False),
+        pytest.param((16, 0), (0, 1), True, False, marks=pytest.mark.drawn),
+        pytest.param((16, 16), (1,), True, True, marks=pytest.mark.drawn),
+        pytest.param((0, 16), (0, 1), False, False, marks=pytest.mark.drawn),
     ],
 )
-def test_compiled_ranks_beside_eager_ones(tokens, compiled, grad):
-    for got, expected in run_ranks(2, _beside_eager, tokens, compiled, grad, timeout=300):
+def test_compiled_ranks_beside_eager_ones(tokens, compiled, grad, generate):
+    for got, expected in run_ranks(2, _beside_eager, tokens, compiled, grad, generate, timeout=300):
         torch.testing.assert_close(got, expected)
 
 
