@@ -27,8 +27,8 @@ class Counts:
     """Sums over the calls of a communicator in device memory, so that replayed graphs are counted.
 
     The route says how many copies came from each rank, but not their size. Sums are therefore kept for each size of a
-    row, and bytes are computed when they are read. Forward passes that activation checkpointing runs again are not
-    counted.
+    row, and bytes are computed when they are read. Calls with meta tensors, and forward passes that activation
+    checkpointing runs again, are not counted.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class Counts:
 
     def dispatched(self, route: Route, dropped: Tensor, format: str) -> None:
         """Count a dispatch."""
-        if not recomputing():
+        if _takes_place(route):
             line = self._sums[self._lines[format], : self._combines]
             line.add_(torch.cat((self._one, route.counts, dropped, route.sources)))
 
     def combined(self, route: Route, format: str) -> None:
         """Count a combine."""
-        if not recomputing():
+        if _takes_place(route):
             self._sums[self._lines[format], self._combines :].add_(route.sources)
 
     def read(self) -> Totals:
@@ -62,6 +62,11 @@ class Counts:
         return Totals(
             int(dispatches.sum()), kept.sum(0), dropped.sum(0), (sizes @ sent).diff(), (sizes @ returned).diff()
         )
+
+
+def _takes_place(route: Route) -> bool:
+    """Return whether a call moves rows, and for the first time."""
+    return not (route.counts.is_meta or recomputing())
 
 
 def row_bytes(hidden_size: int, itemsize: int) -> dict[str, int]:

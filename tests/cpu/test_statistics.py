@@ -134,7 +134,7 @@ def test_a_late_rank_is_named_by_the_others(slow: int) -> None:
             assert f"\n{line}{longest}\n" in one.prometheus()
 
 
-def test_nothing_is_counted_unless_it_is_asked_for() -> None:
+def test_nothing_is_counted_by_default() -> None:
     with communicator(statistics=False) as comm:
         assert comm.counts is None
         with pytest.raises(ValueError, match="statistics is False in the configuration"):
@@ -200,6 +200,19 @@ def test_communicators_that_are_made_in_inference_mode_count() -> None:
         with torch.inference_mode():
             run(comm, given.x, given.ids, given.weights)
         assert comm.statistics().dispatches == 2
+
+
+def test_meta_tensors_do_not_count() -> None:
+    """Layers and calls on the meta device compute shapes; calls on the device count afterwards."""
+    given = drawn(0, 0, MOST)
+    with communicator() as comm, torch.device("meta"):
+        layer = ep_ops.nn.MoELayer(comm, 8)
+        assert layer(given.x.to("meta")).shape == given.x.shape
+        assert run(comm, given.x.to("meta"), given.ids.to("meta"), given.weights.to("meta")).is_meta
+        assert comm.statistics().dispatches == int(comm.statistics().returned.sum()) == 0
+        run(comm, given.x, given.ids, given.weights)
+        one = comm.statistics()
+        assert one.dispatches == 1 and one.received.tolist() == one.returned.tolist() != [0]
 
 
 def test_checked_communicators_count_once() -> None:
