@@ -5,9 +5,10 @@ ep-ops bench tune --out tuning.json                            # the sizes of De
 torchrun --nproc-per-node 4 -m ep_ops bench tune --hidden 2048 --experts 128 --tokens 64,1024,4096 --out tuning.json
 EP_OPS_TUNING=tuning.json python train.py                      # uses them
 
-Each knob of an operation (ep_ops/backends/cute/tuning.py) is varied while the others keep their values, until no change
-saves more than --gain. FILE gets a row for each choice that differs from that of the table and the model. Rows of other
-GPUs, numbers of ranks and operations that it has already are kept. Times are those of calls in a CUDA graph.
+The knobs sms, push, spare and send (ep_ops/backends/cute/tuning.py) are varied one after the other, until
+no change saves more than --gain. FILE gets a row for each choice that differs from that of the table and the model.
+Rows of other GPUs, numbers of ranks and operations that it has already are kept. Times are those of calls in a CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -189,9 +190,9 @@ def kept(path: Path) -> list[dict[str, Any]]:
     if not path.read_text().strip():
         return []
     try:
-        read(path)
+        read(path, "--out")
     except ValueError as error:
-        raise SystemExit(f"ep-ops bench tune: --out names a file with something else: {error}") from None
+        raise SystemExit(f"ep-ops bench tune: {error}") from None
     return json.loads(path.read_text())
 
 

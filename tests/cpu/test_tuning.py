@@ -71,10 +71,21 @@ def test_knobs_as_numbers_of_blocks() -> None:
     [
         (7, "7 is not an object"),
         ({}, "operation is None; allowed: dispatch, combine, "),
-        ({"operation": "combine", "push": 3}, "push of combine is 3; allowed: gpu, ranks, rows, format, tokens"),
-        ({"operation": "combine", "tokens": "3"}, "tokens of combine is '3'"),
-        ({"operation": "combine", "ranks": True}, "ranks of combine is True"),
-        ({"operation": "combine", "rows": "padded"}, "rows of combine is 'padded'"),
+        ({"operation": []}, "operation is []; allowed: dispatch, combine, "),
+        (
+            {"operation": "combine", "push": 3},
+            "push is in a row of combine; allowed: operation, gpu, ranks, rows, format, ",
+        ),
+        (
+            {"operation": "combine", "blocks": 3},
+            "blocks is in a row of combine; allowed: operation, gpu, ranks, rows, format, tokens, sms, spare, joins",
+        ),
+        ({"operation": "combine", "tokens": "3"}, "tokens is '3'; allowed: an int of at least 0"),
+        ({"operation": "combine", "tokens": -1}, "tokens is -1; allowed: an int of at least 0"),
+        ({"operation": "combine", "ranks": True}, "ranks is True; allowed: an int of at least 1"),
+        ({"operation": "combine", "ranks": 0}, "ranks is 0; allowed: an int of at least 1"),
+        ({"operation": "combine", "gpu": 3}, "gpu is 3; allowed: text"),
+        ({"operation": "combine", "rows": "padded"}, "rows is 'padded'; allowed: grouped, token_major"),
         ({"operation": "combine", "spare": "3/2"}, "spare is '3/2'; allowed: an int of 0..1024, or a fraction of 0..1"),
         ({"operation": "combine", "spare": "1/0"}, "spare is '1/0'"),
         ({"operation": "combine", "spare": 0.5}, "spare is 0.5"),
@@ -95,7 +106,7 @@ def test_invalid_rows(row: Any, text: str, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv(tuning.VARIABLE, str(path))
     with pytest.raises(ValueError) as raised:
         tuning.rows_given()
-    assert str(raised.value).startswith(f"EP_OPS_TUNING is {str(path)!r}: ") and text in str(raised.value)
+    assert str(raised.value).startswith(f"EP_OPS_TUNING is {str(path)!r}: row 1: ") and text in str(raised.value)
 
 
 def test_the_file_that_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,10 +114,14 @@ def test_the_file_that_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert tuning.rows_given() == []
     path = tmp_path / "rows.json"
     monkeypatch.setenv(tuning.VARIABLE, str(path))
-    for text, error in ((None, "No such file"), ("[", "Expecting value"), ("{}", "it is not a list of rows")):
-        if text is not None:
-            path.write_text(text)
-        with pytest.raises(ValueError, match=error):
+    for content, error in (
+        (None, "No such file"), (b"", "the file is not JSON .*; allowed: a list of rows"), (b"[", "is not JSON"),
+        (b"\xff", "is not JSON"), (b"[" * 100_000, "is not JSON"),
+        (b"{}", "the file has a dict; allowed: a list of rows"),
+    ):  # fmt: skip
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"^EP_OPS_TUNING is {str(path)!r}: .*{error}"):
             tuning.rows_given()
     path.write_text('[{"operation": "latency combine", "gpu": "NVIDIA*", "tokens": 3, "send": "1/4"}]')
     assert tuning.rows_given() == [Row("latency combine", {"send": Fraction(1, 4)}, "NVIDIA*", tokens=3)]
@@ -188,7 +203,7 @@ def test_rows_of_others_are_kept(tmp_path: Path) -> None:
     path.write_text(tune.text_of_rows(merged))
     assert tune.kept(path) == merged and len(path.read_text().splitlines()) == 4
     path.write_text('{"version": 1}')
-    with pytest.raises(SystemExit, match="something else: .*not a list of rows"):
+    with pytest.raises(SystemExit, match="--out is .*; allowed: a list of rows"):
         tune.kept(path)
 
 

@@ -123,7 +123,7 @@ class TokenTraffic:
         """Return how many of the blocks (at least 2) of a combine push: those needed, and a share of the spare ones,
         but no larger part of them all than pushing is of the work."""
         if self.across:
-            push = knobs.push if isinstance(knobs.push, int) else round(knobs.push * blocks)
+            push = count(knobs.push, blocks)
         else:
             spare = max(0, blocks - math.ceil(self._pushing + self._summing))
             push = round(blocks * self._pushing / (self._pushing + self._summing))

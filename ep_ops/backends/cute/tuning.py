@@ -31,7 +31,7 @@ from __future__ import annotations
 import bisect
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from fractions import Fraction
@@ -65,6 +65,16 @@ KNOBS = {
 }
 """Operation -> its knobs. Gathered combines and the backward of weighted ones have none: they take the model's SMs."""
 LAYOUTS = "grouped", "token_major"
+
+CONDITIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "operation": (KNOBS.__contains__, ", ".join(KNOBS)),
+    "gpu": (lambda value: isinstance(value, str), "text"),
+    "ranks": (lambda value: type(value) is int and value > 0, "an int of at least 1"),
+    "rows": (lambda value: value in LAYOUTS, ", ".join(LAYOUTS)),
+    "format": (lambda value: isinstance(value, str), "text"),
+    "tokens": (lambda value: type(value) is int and value >= 0, "an int of at least 0"),
+}
+"""Condition -> whether a value is valid, and which ones are."""
 
 
 @dataclass(frozen=True)
@@ -104,19 +114,22 @@ def row_of(given: Any) -> Row:
     if not isinstance(given, dict):
         raise ValueError(f"{given!r} is not an object")
     operation = given.get("operation")
-    if operation not in KNOBS:
+    if not isinstance(operation, str) or operation not in KNOBS:
         raise ValueError(f"operation is {operation!r}; allowed: {', '.join(KNOBS)}")
     named: dict[str, Any] = {}
     knobs: dict[str, Any] = {}
     for key, value in given.items():
         if key in KNOBS[operation]:
             knobs[key] = _knob(key, value)
-        elif key in ("operation", "gpu", "format") and isinstance(value, str):
-            named[key] = value
-        elif (key == "rows" and value in LAYOUTS) or (key in ("ranks", "tokens") and type(value) is int):
+        elif key in CONDITIONS:
+            valid, words = CONDITIONS[key]
+            if not valid(value):
+                raise ValueError(f"{key} is {value!r}; allowed: {words}")
             named[key] = value
         else:
-            raise ValueError(f"{key} of {operation} is {value!r}; allowed: gpu, ranks, rows, format, tokens and knobs")
+            raise ValueError(
+                f"{key} is in a row of {operation}; allowed: {', '.join((*CONDITIONS, *KNOBS[operation]))}"
+            )
     if "surplus" in knobs and named.keys() & {"rows", "format", "tokens"}:
         raise ValueError("surplus has a condition; allowed: gpu and ranks")
     return Row(knobs=knobs, **named)
@@ -138,15 +151,27 @@ def _knob(name: str, value: Any) -> Any:
     return share
 
 
-def read(path: str | Path) -> list[Row]:
-    """Return the rows of a file. Raises ValueError if it cannot be read or has others."""
+def read(path: str | Path, given_by: str = VARIABLE) -> list[Row]:
+    """Return the rows of a file. `given_by`: the option that names it.
+
+    Raises ValueError if the file cannot be read or has something else.
+    """
+    where = f"{given_by} is {str(path)!r}"
     try:
         rows = json.loads(Path(path).read_text())
-        if not isinstance(rows, list):
-            raise ValueError("it is not a list of rows")
-        return [row_of(row) for row in rows]
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{VARIABLE} is {str(path)!r}: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{where}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: the file is not JSON ({error}); allowed: a list of rows") from error
+    if not isinstance(rows, list):
+        raise ValueError(f"{where}: the file has a {type(rows).__name__}; allowed: a list of rows")
+    found = []
+    for number, row in enumerate(rows):
+        try:
+            found.append(row_of(row))
+        except ValueError as error:
+            raise ValueError(f"{where}: row {number}: {error}") from error
+    return found
 
 
 def rows_given() -> list[Row]:
