@@ -44,6 +44,17 @@ def check_e4m3(comm: Communicator, width: int, gemms: Any, rows: Rows, format: s
     return format or FORMAT.name
 
 
+def dtype_problem(*weights: Tensor) -> TypeError | None:
+    """Return the error if something other than the layer, such as FSDP2, has converted its e4m3 weights."""
+    found = [weight.dtype for weight in weights if weight.dtype != ELEMENT]
+    if not found:
+        return None
+    return TypeError(
+        f"e4m3 weights were converted to {found[0]}; allowed: {ELEMENT}. Conversion ignores their scales: the mp_policy"
+        " of FSDP2 for a module with such weights must have no param_dtype"
+    )
+
+
 def gradient_problem(x: Tensor, *weights: Tensor) -> NotImplementedError | None:
     """Return the error if a call of experts with e4m3 weights needs gradients, which they do not have."""
     if not torch.is_grad_enabled():

@@ -15,7 +15,7 @@ from ep_ops.communicator import Communicator, reject_destroyed
 from ep_ops.config import DTYPES
 from ep_ops.formats import ELEMENT, combine_format_problem, format_of, reject_hidden
 from ep_ops.nn.apart import check_averaging
-from ep_ops.nn.e4m3_weights import check_e4m3, gradient_problem, quantize_blocks
+from ep_ops.nn.e4m3_weights import check_e4m3, dtype_problem, gradient_problem, quantize_blocks
 from ep_ops.nn.expert_mlp import Computed, expert_mlp, expert_rows, is_late
 from ep_ops.nn.expert_module import ExpertModule, check_split, fill_experts
 from ep_ops.nn.few_rows_e4m3 import BLOCK
@@ -260,7 +260,7 @@ class Experts(ExpertModule):
             split: whether the tokens are sent by a split operation.
 
         Raises:
-            TypeError: x is not a tensor, or has the wrong dtype.
+            TypeError: x is not a tensor, or has the wrong dtype, or e4m3 weights were converted.
             ValueError: x has the wrong shape.
             NotImplementedError: a transform of torch.func is active, or a gradient of e4m3 weights is needed.
             RuntimeError: ``split`` and ``dynamic`` are True.
@@ -286,7 +286,7 @@ class Experts(ExpertModule):
             allowed = "meta, like the experts" if self.w_in.is_meta else f"{comm.device}"
             error = ValueError(f"x is on {x.device}; allowed: {allowed}")
         elif self.scale_names:
-            error = gradient_problem(x, *self.parameters())
+            error = dtype_problem(self.w_in, self.w_out) or gradient_problem(x, *self.parameters())
         if error is not None:
             operator = "dispatch_start" if split else "dispatch_dynamic" if self.dynamic else "dispatch"
             tokens = comm.max_tokens_per_rank if max_tokens is None else max_tokens

@@ -308,6 +308,25 @@ def test_training_is_an_error_on_all_ranks() -> None:
     run_ranks(2, trained)
 
 
+def converted() -> None:
+    """Convert weights on one rank, as FSDP2 with a param_dtype does. The next calls have the former results."""
+    with communicator(timeout=20) as comm, torch.no_grad():
+        layer = MoELayer(comm, F, dtype=E4M3)
+        x, codes = tokens(5, comm.rank)[0], layer.experts.w_out
+        want = layer(x)
+        for steps in (False, True):
+            if comm.rank == 0:
+                layer.experts.w_out = torch.nn.Parameter(codes.bfloat16(), requires_grad=False)
+            with pytest.raises((TypeError, ValueError), match="e4m3 weights were converted to torch.bfloat16; allowed"):
+                list(layer.steps(x)) if steps else layer(x)
+            layer.experts.w_out = codes
+            assert torch.equal(layer(x), want)
+
+
+def test_converted_weights_are_an_error_on_all_ranks() -> None:
+    run_ranks(2, converted)
+
+
 @pytest.mark.parametrize(("sizes", "options", "text"), [
     ({"dtype": torch.float16}, {}, "the communicator's dtype is torch.float16; allowed for e4m3 weights: torch.bf"),
     ({"hidden_size": 192}, {}, "hidden_size is 192 and the experts' width is 128; allowed for e4m3 weights: mul"),
