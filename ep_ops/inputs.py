@@ -1,17 +1,19 @@
-"""Conversion of a model's tensors to what operators accept.
+"""Conversion of a model's tensors, and of the sizes of a call, to what operators accept.
 
 Tensors that cannot be converted are returned unchanged; the operator then raises the error on all ranks.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
+from .config import most_token_rows
 from .group.survivors import ExpertIds
-from .records import Route, is_ordinary
+from .records import DISTINCT, GROUPED, PADDED, TOKEN_MAJOR, Route, is_ordinary, whole, wrong_type
 
 
 class Wanted(Protocol):
@@ -20,6 +22,72 @@ class Wanted(Protocol):
     dtype: torch.dtype  # of rows
     weights_dtype: torch.dtype
     expert_ids: ExpertIds | None  # after experts were lost
+
+
+class Sized(Protocol):
+    """The attributes of a communicator from which the sizes of a call follow."""
+
+    name: str
+    world_size: int
+    num_local_experts: int
+    hidden_size: int
+    max_tokens_per_rank: int
+    alignment: int
+    dtype: torch.dtype
+    warned_rows: float  # a larger default capacity causes a warning
+
+    def capacity(self, max_tokens: int | None = None, alignment: int | None = None) -> int:
+        """Return the number of rows of a receive buffer in the worst case."""
+
+
+def sizes_of(
+    comm: Sized, layout: str, capacity: int | None, slots: int, max_tokens: int | None, alignment: int | None,
+    exact: bool = False,
+) -> tuple[int, int, int, int, str]:  # fmt: skip
+    """Return capacity (0 if ``exact``), alignment, slots, max_tokens and layout, with defaults filled in. Raise
+    TypeError or ValueError for wrong types and impossible combinations."""
+    if not isinstance(layout, str):
+        raise wrong_type("layout", layout, str)
+    tokens = comm.max_tokens_per_rank if max_tokens is None else max_tokens
+    align = alignment
+    if align is None:
+        align = 1 if layout == TOKEN_MAJOR else comm.alignment
+    if not (type(align) is type(tokens) is type(slots) is int and (capacity is None or type(capacity) is int)):
+        align, tokens = whole("alignment", align), whole("max_tokens", tokens)
+        slots, capacity = whole("slots", slots), None if capacity is None else whole("capacity", capacity)
+    if exact is not False:
+        if exact is not True:
+            raise wrong_type("exact", exact, bool)
+        if capacity is not None or slots or layout == PADDED:
+            raise ValueError(
+                f"exact is True, with layout {layout!r}, capacity {capacity} and slots {slots}; allowed: layout"
+                f" {GROUPED!r} or {TOKEN_MAJOR!r}, without capacity and slots"
+            )
+        capacity = 0
+    elif capacity is not None:
+        if slots:
+            raise ValueError(f"capacity is {capacity} and slots is {slots}; allowed: one of the two")
+    elif layout == PADDED:
+        capacity = comm.num_local_experts * slots
+    elif layout == TOKEN_MAJOR:
+        capacity = _default_rows(comm, most_token_rows(comm.world_size, tokens, comm.num_local_experts), tokens)
+    else:  # the operator rejects an alignment below 1
+        capacity = _default_rows(comm, comm.capacity(tokens, max(align, 1)), tokens)
+        layout = DISTINCT if layout == GROUPED and not slots else layout
+    return capacity, align, slots, tokens, layout
+
+
+def _default_rows(comm: Sized, rows: int, tokens: int) -> int:
+    """Warn if the default capacity is large. (Two functions are between this one and the caller.)"""
+    if rows > comm.warned_rows and not torch.compiler.is_compiling():
+        size = rows * comm.hidden_size * comm.dtype.itemsize / 2**30
+        text = (
+            f"communicator {comm.name!r}: without capacity, rows that {tokens} tokens per rank may send here"
+            f" take {size:.1f} GiB in the worst case. Pass capacity (what does not fit is dropped and"
+            " counted) or exact=True, or make several calls of fewer tokens (max_tokens)."
+        )
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+    return rows
 
 
 def to_plan(wanted: Wanted, topk_idx: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:

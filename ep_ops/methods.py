@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import warnings
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -27,8 +26,9 @@ from meta_kernels.arguments import (
 from . import formats, inputs, registry
 from .backends.base import Backend
 from .backends.calls import CallCache
-from .config import most_token_rows, worst_case_rows
+from .config import worst_case_rows
 from .group.survivors import ExpertIds
+from .inputs import sizes_of
 from .operators.rejection import reject
 from .operators.table import (
     COMBINE,
@@ -46,7 +46,6 @@ from .overflow import Overflow
 from .records import (
     DISTINCT,
     GROUPED,
-    PADDED,
     TOKEN_MAJOR,
     Dispatched,
     DispatchTensors,
@@ -54,7 +53,6 @@ from .records import (
     StartedCombine,
     StartedDispatch,
     check_types,
-    whole,
     wrong_type,
 )
 from .statistics.counts import Counts
@@ -130,7 +128,7 @@ class Methods:
         if self.destroyed or surplus or unknown:
             self._reject("plan", surplus, unknown, 0, max_tokens)
         try:
-            rows, align, slots, tokens, layout = self._sizes(layout, capacity, slots, max_tokens, alignment)
+            rows, align, slots, tokens, layout = sizes_of(self, layout, capacity, slots, max_tokens, alignment)
             topk_idx, batch = inputs.to_plan(self, topk_idx)
         except Exception as error:
             reject("plan", self, error, 0, max_tokens)
@@ -193,7 +191,7 @@ class Methods:
         if self.destroyed or surplus or unknown:
             self._reject("dispatch_dynamic" if exact is True else "dispatch", surplus, unknown, 0, max_tokens)
         try:
-            rows, align, slots, tokens, layout = self._sizes(layout, capacity, slots, max_tokens, alignment, exact)
+            rows, align, slots, tokens, layout = sizes_of(self, layout, capacity, slots, max_tokens, alignment, exact)
         except Exception as error:
             reject("dispatch_dynamic" if exact is True else "dispatch", self, error, 0, max_tokens)
         gradients = _is_grad_enabled()
@@ -371,7 +369,7 @@ class Methods:
         if self.destroyed or surplus or unknown:
             self._reject("dispatch_start", surplus, unknown, flight, max_tokens)
         try:
-            rows, align, slots, tokens, layout = self._sizes(layout, capacity, slots, max_tokens, alignment)
+            rows, align, slots, tokens, layout = sizes_of(self, layout, capacity, slots, max_tokens, alignment)
         except Exception as error:
             reject("dispatch_start", self, error, flight, max_tokens)
         a = DispatchStartArgs(
@@ -474,42 +472,6 @@ class Methods:
             problem += f" (pass others by name: {', '.join(named)})" if named else ""
         reject(operator, self, TypeError(f"{method} got {problem}"), flight, max_tokens)
 
-    def _sizes(
-        self, layout: str, capacity: int | None, slots: int, max_tokens: int | None, alignment: int | None,
-        exact: bool = False,
-    ) -> tuple[int, int, int, int, str]:  # fmt: skip
-        """Return capacity (0 if ``exact``), alignment, slots, max_tokens and layout, with defaults filled in. Raise
-        TypeError or ValueError for wrong types and impossible combinations."""
-        if not isinstance(layout, str):
-            raise wrong_type("layout", layout, str)
-        tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
-        align = alignment
-        if align is None:
-            align = 1 if layout == TOKEN_MAJOR else self.alignment
-        if not (type(align) is type(tokens) is type(slots) is int and (capacity is None or type(capacity) is int)):
-            align, tokens = whole("alignment", align), whole("max_tokens", tokens)
-            slots, capacity = whole("slots", slots), None if capacity is None else whole("capacity", capacity)
-        if exact is not False:
-            if exact is not True:
-                raise wrong_type("exact", exact, bool)
-            if capacity is not None or slots or layout == PADDED:
-                raise ValueError(
-                    f"exact is True, with layout {layout!r}, capacity {capacity} and slots {slots}; allowed: layout"
-                    f" {GROUPED!r} or {TOKEN_MAJOR!r}, without capacity and slots"
-                )
-            capacity = 0
-        elif capacity is not None:
-            if slots:
-                raise ValueError(f"capacity is {capacity} and slots is {slots}; allowed: one of the two")
-        elif layout == PADDED:
-            capacity = self.num_local_experts * slots
-        elif layout == TOKEN_MAJOR:
-            capacity = self._default_rows(most_token_rows(self.world_size, tokens, self.num_local_experts), tokens)
-        else:  # the operator rejects an alignment below 1
-            capacity = self._default_rows(self.capacity(tokens, max(align, 1)), tokens)
-            layout = DISTINCT if layout == GROUPED and not slots else layout
-        return capacity, align, slots, tokens, layout
-
     def _to_send(self, operator: str, a: _A, max_tokens: int | None) -> tuple[_A, tuple[int, ...] | None]:
         """Return the arguments with tensors as operators take them, and the ``batch`` of the route. What cannot be
         converted is rejected on all ranks."""
@@ -521,18 +483,6 @@ class Methods:
         if x is a.x and topk_idx is a.topk_idx and topk_weights is a.topk_weights and scales is a.scales:
             return a, batch
         return a._replace(x=x, topk_weights=topk_weights, topk_idx=topk_idx, scales=scales), batch
-
-    def _default_rows(self, rows: int, tokens: int) -> int:
-        """Warn if the default capacity is large. (Two functions are between this one and the caller.)"""
-        if rows > self.warned_rows and not torch.compiler.is_compiling():
-            size = rows * self.hidden_size * self.dtype.itemsize / 2**30
-            text = (
-                f"communicator {self.name!r}: without capacity, rows that {tokens} tokens per rank may send here"
-                f" take {size:.1f} GiB in the worst case. Pass capacity (what does not fit is dropped and"
-                " counted) or exact=True, or make several calls of fewer tokens (max_tokens)."
-            )
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
-        return rows
 
     def _rows(self, y: Tensor, weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor | None]:
         """Return the rows of a combine and their weights as operators take them."""

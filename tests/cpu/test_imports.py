@@ -22,7 +22,7 @@ ROOMS = {
     "ep_ops.config": ("ep_ops.records", "ep_ops.version"),
     "ep_ops.group": ("ep_ops.config",),
     "ep_ops.arguments": (),
-    "ep_ops.inputs": ("ep_ops.group", "ep_ops.records"),
+    "ep_ops.inputs": ("ep_ops.config", "ep_ops.group", "ep_ops.records"),
     "ep_ops.overflow": (),
     "ep_ops.checks": (
         "ep_ops.arrivals", "ep_ops.formats", "ep_ops.records", "ep_ops.config", "ep_ops.specs", "meta_kernels",
