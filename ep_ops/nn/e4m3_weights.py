@@ -61,7 +61,7 @@ def gradient_problem(x: Tensor, *weights: Tensor) -> NotImplementedError | None:
         return None
     if any(weight.requires_grad for weight in weights):
         return NotImplementedError("e4m3 weights have no gradient; requires_grad of weights and scales must be False")
-    if x.requires_grad:
+    if getattr(x, "requires_grad", False):  # the dispatch rejects what is no tensor
         return NotImplementedError("experts with e4m3 weights have no gradient; call them under torch.no_grad()")
     return None
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from ep_ops import inputs
 from ep_ops.communicator import Communicator
 from ep_ops.nn.e4m3_weights import check_e4m3, gradient_problem
-from ep_ops.nn.few_rows import few_rows_mlp
-from ep_ops.nn.few_rows_e4m3 import few_rows_mlp_e4m3
+from ep_ops.nn.few_rows import check_shapes, few_rows_mlp
+from ep_ops.nn.few_rows_e4m3 import check_weights, few_rows_mlp_e4m3
 from ep_ops.nn.gemms import Choice, choose
 from ep_ops.nn.grouped import Gemms
 from ep_ops.nn.late import Returning, SentTokens, taken, while_returning
@@ -33,7 +33,8 @@ from ep_ops.nn.ranges import ranged
 from ep_ops.nn.scaled import ROW, scaled_grouped_mm
 from ep_ops.nn.token_major import How, Rows, check_rows, token_major_rows
 from ep_ops.operators.once import once
-from ep_ops.records import GROUPED, TOKEN_MAJOR, Dispatched
+from ep_ops.operators.rejection import reject
+from ep_ops.records import GROUPED, TOKEN_MAJOR, Dispatched, check_types
 
 
 class Computed(NamedTuple):
@@ -76,21 +77,24 @@ def expert_mlp(
 
     Raises:
         TypeError, ValueError, RuntimeError: as for :meth:`ep_ops.Communicator.dispatch`.
-        ValueError: w_in or w_out has the wrong shape.
+        TypeError, ValueError: weights or scales have the wrong type or shape, or those of e4m3 the wrong dtype.
         TypeError, ValueError: ``gemms``, ``rows``, ``places`` or ``redispatch`` is not supported, as described for
             :class:`ep_ops.nn.Experts`.
         NotImplementedError: weights are e4m3, and a gradient is needed.
     """
     kept = Rows(rows, places, redispatch)
-    check_rows(kept, comm, exact, format)
     scales = [one for one in (in_scales, out_scales) if one is not None]
-    if len(scales) == 1:
-        raise ValueError("one of in_scales and out_scales is None; allowed: both or none")
-    if scales:
-        format = check_e4m3(comm, w_out.shape[-1], gemms, kept, format)
-        if problem := gradient_problem(x, w_in, w_out, *scales):
-            raise problem
-    chosen = choose(comm, gemms, w_out.shape[1], format)
+    try:  # before rows are sent, because other ranks would wait for the combine of a rank that raises afterwards
+        check_rows(kept, comm, exact, format)
+        _check_weights(comm, w_in, w_out, scales)
+        if scales:
+            format = check_e4m3(comm, w_out.shape[2], gemms, kept, format)
+            if problem := gradient_problem(x, w_in, w_out, *scales):
+                raise problem
+        chosen = choose(comm, gemms, w_out.shape[1], format)
+    except Exception as error:
+        tokens = comm.max_tokens_per_rank if max_tokens is None else max_tokens
+        reject("dispatch_dynamic" if exact else "dispatch", comm, error, max_tokens=tokens)
     how = How(kept, exact, format, is_late(chosen.gemms, format, (x, topk_weights), (w_in, w_out)))
     zeros = torch.is_grad_enabled()
     with torch.set_grad_enabled(zeros and not how.late):
@@ -100,6 +104,20 @@ def expert_mlp(
         )  # fmt: skip
     y, weights, dropped = expert_rows(received, w_in, w_out, chosen, SentTokens(comm, x, topk_weights), how, scales)
     return Computed(comm.combine(y, received.route, weights, format=combine_format), dropped)
+
+
+def _check_weights(comm: Communicator, w_in: Tensor, w_out: Tensor, scales: Sequence[Tensor]) -> None:
+    """Raise TypeError or ValueError unless weights have the types and shapes that :func:`expert_mlp` takes."""
+    held, hidden = comm.num_local_experts, comm.hidden_size
+    check_types(Tensor, w_in=w_in, w_out=w_out)
+    if len(scales) == 1:
+        raise ValueError("one of in_scales and out_scales is None; allowed: both or none")
+    if scales:
+        in_scales, out_scales = scales
+        check_types(Tensor, in_scales=in_scales, out_scales=out_scales)
+        check_weights(held, hidden, w_in, in_scales, w_out, out_scales)
+        return
+    check_shapes(held, hidden, w_in, w_out)
 
 
 def is_late(gemms: Gemms, format: str, sent: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> bool:

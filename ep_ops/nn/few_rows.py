@@ -63,17 +63,22 @@ def few_rows_mlp(x: Tensor, w_in: Tensor, w_out: Tensor, route: Route, ranks: in
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; allowed: 1 or more, the ranks that send rows")
     hidden = x.shape[1]
-    if w_in.dim() != 3 or w_in.shape[0] != experts or w_in.shape[1] != hidden or w_in.shape[2] % 2:
-        raise ValueError(f"w_in has shape {tuple(w_in.shape)}; allowed: [{experts}, {hidden}, 2F]")
-    if w_out.shape != (experts, w_in.shape[2] // 2, hidden):
-        allowed = f"[{experts}, {w_in.shape[2] // 2}, {hidden}], after w_in"
-        raise ValueError(f"w_out has shape {tuple(w_out.shape)}; allowed: {allowed}")
+    check_shapes(experts, hidden, w_in, w_out)
     if autocasts(x.device.type):
         w_in, w_out = w_in.to(x.dtype), w_out.to(x.dtype)
     for name, w in (("w_in", w_in), ("w_out", w_out)):
         if w.dtype != x.dtype:
             raise TypeError(f"{name} has dtype {w.dtype}; allowed: {x.dtype}, the dtype of x")
     return few_rows(x, w_in, w_out, segments, route.max_tokens, route.topk_idx.shape[1], ranks)
+
+
+def check_shapes(experts: int, hidden: int, w_in: Tensor, w_out: Tensor) -> None:
+    """Raise ValueError unless w_in is [experts, hidden, 2F] and w_out [experts, F, hidden]."""
+    if w_in.dim() != 3 or w_in.shape[0] != experts or w_in.shape[1] != hidden or w_in.shape[2] % 2:
+        raise ValueError(f"w_in has shape {tuple(w_in.shape)}; allowed: [{experts}, {hidden}, 2F]")
+    if w_out.shape != (experts, w_in.shape[2] // 2, hidden):
+        allowed = f"[{experts}, {w_in.shape[2] // 2}, {hidden}], after w_in"
+        raise ValueError(f"w_out has shape {tuple(w_out.shape)}; allowed: {allowed}")
 
 
 def few_rows(

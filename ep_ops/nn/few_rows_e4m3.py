@@ -74,7 +74,7 @@ def few_rows_mlp_e4m3(
         raise ValueError(f"ranks is {ranks}; allowed: 1 or more, the ranks that send rows")
     if torch.is_grad_enabled() and x.requires_grad:
         raise NotImplementedError("few_rows_mlp_e4m3 has no gradient; x must not require one")
-    _check_weights(experts, x.shape[1], w_in, in_scales, w_out, out_scales)
+    check_weights(experts, x.shape[1], w_in, in_scales, w_out, out_scales)
     if scales is None:
         _check_dtype("x without scales", x, (torch.bfloat16, torch.float16, torch.float32))
         x, scales = formats.quantize(x, FORMAT)
@@ -92,9 +92,10 @@ def few_rows_mlp_e4m3(
     )  # fmt: skip
 
 
-def _check_weights(
+def check_weights(
     experts: int, hidden: int, w_in: Tensor, in_scales: Tensor, w_out: Tensor, out_scales: Tensor
 ) -> None:
+    """Raise TypeError or ValueError unless weights and scales have the dtypes and shapes that the kernels take."""
     if w_in.dim() != 3 or w_in.shape[0] != experts or w_in.shape[1] % (2 * BLOCK) or w_in.shape[2] != hidden:
         allowed = f"[{experts}, 2F, {hidden}], with F a multiple of {BLOCK}"
         raise ValueError(f"w_in has shape {tuple(w_in.shape)}; allowed: {allowed}")

@@ -327,6 +327,36 @@ def test_converted_weights_are_an_error_on_all_ranks() -> None:
     run_ranks(2, converted)
 
 
+def wrong_weights() -> list[str]:
+    """Pass expert_mlp wrong weights on one rank, and valid ones on the other. Return the errors."""
+    errors = []
+    with communicator(timeout=20) as comm, torch.no_grad():
+        experts, given = Experts(comm, F, dtype=E4M3), tokens(5, comm.rank)
+        plain = [local_weight.bfloat16() for local_weight in (local(experts)[0].mT, local(experts)[2].mT)]
+        coded = [local(experts)[i] for i in (0, 2, 1, 3)]
+        want = [expert_mlp(comm, *given, *weights).out for weights in (plain, coded)]
+        for weights, at, change in (
+            (plain, 0, lambda w: w[:, :, 1:]), (plain, 1, lambda w: w[:, 1:]), (plain, 0, lambda w: None),
+            (coded, 0, lambda w: w.bfloat16()), (coded, 1, lambda w: w.mT), (coded, 2, lambda w: w[0]),
+            (coded, 3, lambda w: w.bfloat16()), (coded, 3, lambda w: None), (coded, 3, lambda w: 1),
+        ):  # fmt: skip
+            changed = [change(w) if i == at and comm.rank == 0 else w for i, w in enumerate(weights)]
+            with pytest.raises((TypeError, ValueError)) as caught:
+                expert_mlp(comm, *given, *changed)
+            errors.append(str(caught.value))
+            for valid, out in zip((plain, coded), want, strict=True):
+                assert torch.equal(expert_mlp(comm, *given, *valid).out, out)
+    return errors
+
+
+def test_wrong_weights_are_an_error_on_all_ranks() -> None:
+    """The other rank raises the same text, and the next calls have the former results."""
+    own, others = run_ranks(2, wrong_weights)
+    names = ("w_in", "w_out", "w_in", "w_in", "w_out", "in_scales", "out_scales", "out_scales is None", "out_scales")
+    for name, text, other in zip(names, own, others, strict=True):
+        assert name in text and "allowed" in text and "rejected by rank 0" in other and text in other
+
+
 @pytest.mark.parametrize(("sizes", "options", "text"), [
     ({"dtype": torch.float16}, {}, "the communicator's dtype is torch.float16; allowed for e4m3 weights: torch.bf"),
     ({"hidden_size": 192}, {}, "hidden_size is 192 and the experts' width is 128; allowed for e4m3 weights: mul"),
