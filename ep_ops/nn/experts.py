@@ -112,7 +112,7 @@ class Experts(ExpertModule):
         if dtype not in (None, *DTYPES, ELEMENT):
             raise ValueError(f"dtype is {dtype}; allowed: None, {', '.join(map(str, (*DTYPES, ELEMENT)))}")
         e4m3 = dtype == ELEMENT
-        if not e4m3 and format not in ("", ROW) and not format.startswith("wire:"):
+        if not e4m3 and format not in ("", ROW) and not str(format).startswith("wire:"):
             raise ValueError(f"format is {format!r}; allowed here: '', {ROW!r}, or one that begins with 'wire:'")
         if format == ROW and comm.dtype != torch.bfloat16:
             raise ValueError(f"format is {ROW!r} on a communicator of {comm.dtype}; allowed: torch.bfloat16")

@@ -60,8 +60,9 @@ def test_what_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"w \(3, 32, 47\); allowed: \[R, M\]"):
         scaled_grouped_mm(codes, scales, w[:, :, 1:], offs)
     with ep_ops.Communicator(num_experts=4, hidden_size=64, top_k=2, max_tokens_per_rank=8, device="cpu") as comm:
-        with pytest.raises(ValueError, match="format is 'e4m3/128/pow2'; allowed here: '', 'e4m3/row/fp32'"):
-            MoELayer(comm, 16, format="e4m3/128/pow2")
+        for format in ("e4m3/128/pow2", None, 3):
+            with pytest.raises(ValueError, match=f"format is {format!r}; allowed here: '', 'e4m3/row/fp32'"):
+                MoELayer(comm, 16, format=format)
         if comm.dtype != torch.bfloat16:
             with pytest.raises(ValueError, match="on a communicator of torch.float32"):
                 MoELayer(comm, 16, format="e4m3/row/fp32")
