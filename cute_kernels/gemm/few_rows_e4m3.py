@@ -5,7 +5,7 @@ with a scale for each 128 x 128 block, as checkpoints have them. `FewRows`, with
 - What `FewRows` counts as numbers of K (`depth`, the depth of a tile) are pairs of codes here: 16 bits.
 - A number of the result is the sum over the blocks of 128 of K, in ascending order, of a block's products (of 32 at a
   time, in ascending order, from zero) times the product of both scales, in fp32.
-- Hopper and Blackwell have no `mma.sync` of codes: `mma.m16n8k32.e4m3` is compiled to a conversion of both operands to
+- sm_90a and sm_100a have no `mma.sync` of codes: `mma.m16n8k32.e4m3` is compiled to a conversion of both operands to
   fp16 and two products of 16 from zero, of the first and of the last two codes of each word, whose sum is added. The
   kernel does this itself, with the same bits, so that it converts weights once for all rows instead of once for 8 rows.
 - The first GEMM rounds silu(gate) * up to `dtype`, quantizes it by 128 columns, which a block of threads computes as a

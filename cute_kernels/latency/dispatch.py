@@ -85,7 +85,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class LatencyDispatch(DispatchSender):
-    """See above; what the fields say stands with :class:`.dispatch_sender.DispatchSender`."""
+    """The kernel. :class:`.dispatch_sender.DispatchSender` describes its fields."""
 
     @cute.kernel
     def kernel(self, args: LatencyDispatchArgs) -> None:
