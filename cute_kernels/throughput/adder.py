@@ -203,7 +203,7 @@ class RowAdder:
         return rows.base, number, Int32(0)
 
     def close_part(self, mark: Int32, acc: Any) -> None:
-        """By a whole warp, after it has added a stage: what the stage's mark asks for."""
+        """By a whole warp, after it has added a stage: end a part of the sum if the stage's mark says so."""
 
     @cute.jit
     def use(self, state: AdderState, ring: Ring, stage: Int32, phase: Int32) -> None:
