@@ -221,4 +221,5 @@ def test_the_documentation_has_them_all() -> None:
     text = (Path(ep_ops.__file__).parent.parent / "docs" / "formats.md").read_text()
     assert all(f"| `{form.name}` |" in text for form in FORMATS.values() if not form.wire)
     assert all(f"| `{layout}` |" in text for layout in LAYOUTS if "/" in layout)
-    assert all(f"### {layout.partition('/')[0]}\n" in text for layout in LAYOUTS)
+    headed = {word for line in text.splitlines() if line.startswith("### ") for word in line.split()}
+    assert headed >= {layout.partition("/")[0] for layout in LAYOUTS}
