@@ -468,8 +468,8 @@ class Methods:
         positional, named = known[: (at := known.index("surplus"))], known[at + 1 :]
         problem = f"unknown arguments {', '.join(unknown)}; allowed: {', '.join(positional + named)}"
         if not unknown:
-            problem = f"{at + len(surplus)} positional arguments; allowed: {at}, {', '.join(positional)}"
-            problem += f" (pass others by name: {', '.join(named)})" if named else ""
+            problem = f"{at + len(surplus)} positional arguments; allowed: {at} ({', '.join(positional)})"
+            problem += f", others by name ({', '.join(named)})" if named else ""
         reject(operator, self, TypeError(f"{method} got {problem}"), flight, max_tokens)
 
     def _to_send(self, operator: str, a: _A, max_tokens: int | None) -> tuple[_A, tuple[int, ...] | None]:
