@@ -305,9 +305,18 @@ class Experts(ExpertModule):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
         def apply(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)  # codes are no numbers to convert
+            if moved.dtype == tensor.dtype:
+                return moved
+            if self.scale_names:
+                return tensor.to(moved.device)  # codes are no numbers to convert
+            if moved.dtype == ELEMENT:
+                raise TypeError(
+                    f"dtype is {ELEMENT}, to which weights are not converted without scales; make Experts with dtype="
+                    f"{ELEMENT} and load them"
+                )
+            return moved
 
-        return super()._apply(apply if self.scale_names else fn, recurse)
+        return super()._apply(apply, recurse)
 
     @torch.compiler.assume_constant_result  # as in the base class
     def _check_averaging(self) -> None:

@@ -204,6 +204,11 @@ def conversions() -> None:
             assert all(torch.equal(a, b) for a, b in zip(bits(experts), before, strict=True))
             layer.experts = experts
             assert torch.equal(layer(x), want)
+        plain = MoELayer(comm, F).experts
+        for narrow in (lambda m: m.to(E4M3), lambda m: m.type(E4M3)):
+            with pytest.raises(TypeError, match="without scales"):
+                narrow(plain)
+            assert all(p.dtype == comm.dtype for p in plain.parameters())
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
