@@ -62,7 +62,7 @@ def inputs(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def relative(got: Tensor, wanted: Tensor) -> float:
     assert got.shape == wanted.shape and got.dtype == wanted.dtype and got.isfinite().all()
-    return float((got.float() - wanted.float()).norm() / wanted.float().norm())
+    return ((got.float() - wanted.float()).norm() / wanted.float().norm()).item()
 
 
 def spread(powers: bool, seed: int) -> list[Tensor]:
