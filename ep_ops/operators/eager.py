@@ -338,7 +338,7 @@ _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _profiler_enabled = torch.autograd._profiler_enabled
 _top_hooks = recomputation.top_hooks
-_running: Any = recomputation.running
+_reentrant_runs = recomputation.reentrant_runs
 _tracing_state = torch._C._get_tracing_state  # of torch.jit.trace, whose tensors no guard accepts
 
 
@@ -355,6 +355,6 @@ def _is_intercepted() -> bool:
         or _transforms() is not None
         or _profiler_enabled()
         or forward_ad._current_level >= 0  # torch.func.jvp also enters a level
-        or _running  # checkpointing, whose calls must not be remembered
+        or _reentrant_runs != []  # checkpointing, whose calls must not be remembered
         or _top_hooks(False) is not None
     )

@@ -145,7 +145,7 @@ def test_search_finds_the_least_time() -> None:
 
 
 def test_search_ignores_small_gains() -> None:
-    """A change that saves less than asked for may be noise: the choice stays."""
+    """The choice stays if a change saves less than the given share of the time, which may be noise."""
     times = {1: 100.0, 2: 99.2, 3: 98.9, 4: 98.0}
     start = {"a": 1}
     assert tune.search(start, {"a": [1, 2]}, lambda choice: times[choice["a"]], 0.01) == (start, 100.0, 100.0)
