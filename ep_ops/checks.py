@@ -9,6 +9,7 @@ synchronize the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -173,6 +174,19 @@ def empty_rows(m: Member, num_rows: int) -> None:
     """Check the number of rows of :meth:`Communicator.empty_rows`."""
     if not 0 <= num_rows <= m.symmetric_rows:
         raise ValueError(f"num_rows is {num_rows}; allowed: 0..{m.symmetric_rows}, the symmetric_rows of {m.name!r}")
+
+
+def problem_of_formats(formats: Sequence[tuple[str, str]]) -> str | None:
+    """Return what is wrong with the formats of a warmup, or None."""
+    try:
+        for one in formats:
+            if isinstance(one, str) or len(one) != 2:
+                return f"formats has {one!r}; allowed: pairs (format, scales_as), such as ('e4m3/128/pow2', 'columns')"
+            name, scales_as = one
+            layout_of(format_of(name), scales_as)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
 
 
 # ---------------------------------------------------------------------- communicator and ints

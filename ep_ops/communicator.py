@@ -23,10 +23,10 @@ from .backends.base import Backend
 from .backends.calls import CallCache
 from .config import Config, ConfigOptions, configured, signature
 from .creation import agreed_config, reserve_name
-from .formats import exact_dtype, format_of, layout_of
+from .formats import exact_dtype
 from .group import leaving, meeting
 from .group.exchange import Exchange
-from .group.survivors import ExpertIds
+from .group.survivors import ExpertIds, survivors_of
 from .group.topology import multiprocessors, rails_of
 from .memory import MemoryPlan, plan_of
 from .methods import Methods
@@ -316,7 +316,7 @@ class Communicator(Methods):
             ValueError: a format or layout of scales does not exist.
             RuntimeError: the communicator was destroyed.
         """
-        with together(self, "warmup", _problem_of_formats(formats)):
+        with together(self, "warmup", checks.problem_of_formats(formats)):
             self.backend.compile(formats)
             self.exchange.barrier()  # compile times differ, and kernels wait for each other
             self.backend.warmup()
@@ -431,24 +431,8 @@ class Communicator(Methods):
             ValueError: ``group`` contains other ranks, is in another order, holds no experts, or leaves NVLink domains
                 with different numbers of ranks; or it spans several domains over NVSHMEM.
         """
-        members = dist.get_process_group_ranks(group_of(group))
-        ranks = [self.members.index(member) for member in members if member in self.members]
-        if len(ranks) != len(members) or ranks != sorted(ranks):
-            raise ValueError(
-                f"group has global ranks {members}; allowed: some of {list(self.members)}, the ranks of communicator"
-                f" {self.name!r}, in that order"
-            )
+        ranks, domain_size = survivors_of(self, self.members, dist.get_process_group_ranks(group_of(group)))
         config, held = self.config, [self.experts_per_rank[rank] for rank in ranks]
-        if not sum(held):
-            raise ValueError(
-                f"group has global ranks {members}, which hold no experts; allowed: at least one rank with experts"
-            )
-        domain_size = self._domain_size_of(ranks)
-        if config.backend == "cute" and config.wire == "nvshmem" and domain_size < len(ranks) < self.world_size:
-            raise ValueError(
-                f"communicator {self.name!r} uses NVSHMEM, which cannot continue with fewer than"
-                f" {self.world_size} ranks; allowed: a group of ranks of one NVLink domain"
-            )
         self._destroy(meet=False)
         config = dataclasses.replace(
             config, num_experts=sum(held), experts_per_rank=tuple(held), domain_size=domain_size,
@@ -458,17 +442,6 @@ class Communicator(Methods):
         left = Communicator(group, config, device=self.device)
         left.expert_ids = ExpertIds.kept(self.experts_per_rank, ranks, self.expert_ids, self.device)
         return left
-
-    def _domain_size_of(self, ranks: Sequence[int]) -> int:
-        """Return the ``domain_size`` of a communicator of these ranks. ValueError for domains of unequal size."""
-        left = [sum(rank in ranks for rank in domain) for domain in self.domains]
-        sizes = {size for size in left if size}
-        if len(sizes) > 1:
-            raise ValueError(
-                f"group leaves {left} ranks of the NVLink domains {self.domains} of communicator {self.name!r};"
-                " allowed: the same number of each, or none"
-            )
-        return sizes.pop()
 
     def lost_rows(self, topk_idx: Tensor) -> Tensor:
         """Count the entries of ``topk_idx`` that name an expert lost by :meth:`shrink`.
@@ -565,19 +538,6 @@ class Communicator(Methods):
 def _mesh_of(group: Any) -> DeviceMesh | None:
     """Return ``group`` if it is a mesh whose dimension has a name, over which experts are then sharded."""
     return group if isinstance(group, DeviceMesh) and group.mesh_dim_names else None
-
-
-def _problem_of_formats(formats: Sequence[tuple[str, str]]) -> str | None:
-    """Return what is wrong with the formats of a warmup, or None."""
-    try:
-        for one in formats:
-            if isinstance(one, str) or len(one) != 2:
-                return f"formats has {one!r}; allowed: pairs (format, scales_as), such as ('e4m3/128/pow2', 'columns')"
-            name, scales_as = one
-            layout_of(format_of(name), scales_as)
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return None
 
 
 def reject_destroyed(comm: Communicator) -> None:

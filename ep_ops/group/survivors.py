@@ -1,4 +1,4 @@
-"""Expert ids after some experts were lost with their ranks."""
+"""The ranks that continue without others, and expert ids after some experts were lost with their ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,47 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from ..config import Member
+
+
+def survivors_of(comm: Member, members: Sequence[int], left: Sequence[int]) -> tuple[list[int], int]:
+    """Return the ranks in a communicator that continue without the others, and the ``domain_size`` of the communicator
+    that they form.
+
+    Args:
+        comm: the communicator of all ranks.
+        members: global ranks of its members, in order.
+        left: global ranks of those that continue, in order.
+
+    Raises:
+        ValueError: as for :meth:`ep_ops.Communicator.shrink`.
+    """
+    ranks = [members.index(member) for member in left if member in members]
+    if len(ranks) != len(left) or ranks != sorted(ranks):
+        raise ValueError(
+            f"group has global ranks {left}; allowed: some of {list(members)}, the ranks of communicator"
+            f" {comm.name!r}, in that order"
+        )
+    if not any(comm.experts_per_rank[rank] for rank in ranks):
+        raise ValueError(
+            f"group has global ranks {left}, which hold no experts; allowed: at least one rank with experts"
+        )
+    config = comm.config
+    of_domains = [sum(rank in ranks for rank in domain) for domain in config.domains]
+    sizes = {size for size in of_domains if size}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"group leaves {of_domains} ranks of the NVLink domains {config.domains} of communicator {comm.name!r};"
+            " allowed: the same number of each, or none"
+        )
+    (domain_size,) = sizes
+    if config.backend == "cute" and config.wire == "nvshmem" and domain_size < len(ranks) < comm.world_size:
+        raise ValueError(
+            f"communicator {comm.name!r} uses NVSHMEM, which cannot continue with fewer than"
+            f" {comm.world_size} ranks; allowed: a group of ranks of one NVLink domain"
+        )
+    return ranks, domain_size
 
 
 class ExpertIds:
