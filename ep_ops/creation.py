@@ -75,9 +75,9 @@ def _gathered(exchange: Exchange, number: int) -> Tensor:
 
 
 def _problem_of(own: Config, device: torch.device, multiprocessors: int) -> str | None:
-    """Return what is wrong with this rank's configuration, or None."""
+    """Return what is wrong with this rank's configuration, its table of choices included, or None."""
     problem = own.problem() or (_unfit(own, device, multiprocessors) if own.backend == "cute" else None)
-    return problem or (_exists(own.name) if own.name in registry.living else None)
+    return problem or (_exists(own.name) if own.name in registry.living else None) or backends.tuning_problem()
 
 
 def _exists(name: str) -> str:

@@ -56,6 +56,17 @@ def problem(config: Config) -> str | None:
     return problem_with(config)
 
 
+def tuning_problem() -> str | None:
+    """Return what is wrong with the file that EP_OPS_TUNING names, or None."""
+    from .cute.tuning import rows_given
+
+    try:
+        rows_given()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def too_small(config: Config, multiprocessors: int) -> str | None:
     """Return why the cute backend needs more than this number of multiprocessors, or None."""
     from .cute import residency

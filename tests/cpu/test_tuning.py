@@ -8,14 +8,21 @@ from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
+from ranks import run_ranks
 
+import ep_ops
+from ep_ops import backends, creation
 from ep_ops.backends.cute import tuning
 from ep_ops.backends.cute.tuning import KNOBS, TABLE, Knobs, Row, Tuning, count, row_of
 from ep_ops.bench import tune
 from ep_ops.bench.tune import CASES, Found
 from ep_ops.commands.launch import process_group
+from ep_ops.config import Config
+from ep_ops.moe import MoECommunicator, MoECommunicatorConfig
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
@@ -69,16 +76,16 @@ def test_knobs_as_numbers_of_blocks() -> None:
 @pytest.mark.parametrize(
     ("row", "text"),
     [
-        (7, "7 is not an object"),
+        (7, "the row is 7; allowed: an object"),
         ({}, "operation is None; allowed: dispatch, combine, "),
         ({"operation": []}, "operation is []; allowed: dispatch, combine, "),
         (
             {"operation": "combine", "push": 3},
-            "push is in a row of combine; allowed: operation, gpu, ranks, rows, format, ",
+            "push is 3 in a row of operation 'combine'; allowed keys: operation, gpu, ranks, rows, format, ",
         ),
         (
             {"operation": "combine", "blocks": 3},
-            "blocks is in a row of combine; allowed: operation, gpu, ranks, rows, format, tokens, sms, spare, joins",
+            "blocks is 3 in a row of operation 'combine'; allowed keys: operation, gpu, ranks, rows, format, tokens",
         ),
         ({"operation": "combine", "tokens": "3"}, "tokens is '3'; allowed: an int of at least 0"),
         ({"operation": "combine", "tokens": -1}, "tokens is -1; allowed: an int of at least 0"),
@@ -93,7 +100,10 @@ def test_knobs_as_numbers_of_blocks() -> None:
         ({"operation": "combine", "joins": 1}, "joins is 1; allowed: true or false"),
         ({"operation": "dispatch", "push": -1}, "push is -1"),
         ({"operation": "dispatch", "push": True}, "push is True"),
-        ({"operation": "dispatch", "surplus": 3, "tokens": 1}, "surplus has a condition; allowed: gpu and ranks"),
+        (
+            {"operation": "dispatch", "surplus": 3, "tokens": 1},
+            "surplus is given with tokens; allowed: only gpu and ranks",
+        ),
     ],
 )
 def test_invalid_rows(row: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +125,8 @@ def test_the_file_that_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path = tmp_path / "rows.json"
     monkeypatch.setenv(tuning.VARIABLE, str(path))
     for content, error in (
-        (None, "No such file"), (b"", "the file is not JSON .*; allowed: a list of rows"), (b"[", "is not JSON"),
+        (None, "the file cannot be read .*No such file.*; allowed: a JSON file"),
+        (b"", "the file is not JSON .*; allowed: a list of rows"), (b"[", "is not JSON"),
         (b"\xff", "is not JSON"), (b"[" * 100_000, "is not JSON"),
         (b"{}", "the file has a dict; allowed: a list of rows"),
     ):  # fmt: skip
@@ -125,6 +136,50 @@ def test_the_file_that_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             tuning.rows_given()
     path.write_text('[{"operation": "latency combine", "gpu": "NVIDIA*", "tokens": 3, "send": "1/4"}]')
     assert tuning.rows_given() == [Row("latency combine", {"send": Fraction(1, 4)}, "NVIDIA*", tokens=3)]
+
+
+INVALID = '[{"operation": "dispatch", "push": -1}]'
+
+
+def rejected(folder: str, backend: str, ranks: tuple[int, ...]) -> tuple[str, list[str]]:
+    """Create a communicator where these ranks name an invalid file. Return the error, and the backends created."""
+    made: list[str] = []
+    path = Path(folder, "invalid.json" if dist.get_rank() in ranks else "valid.json")
+    with (
+        mock.patch.dict("os.environ", {tuning.VARIABLE: str(path)}),
+        mock.patch.object(backends, "_plain", lambda kind, member: made.append(kind)),
+        mock.patch.object(Config, "_sizes_problem", lambda _: None),  # as on a GPU
+        mock.patch.object(creation, "_unfit", lambda *_: None),
+        pytest.raises(ValueError) as raised,
+    ):
+        ep_ops.Communicator(
+            num_experts=4, hidden_size=128, top_k=2, max_tokens_per_rank=4, backend=backend, device="cpu"
+        )
+    return str(raised.value), made
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "cute"])
+def test_an_invalid_file_is_rejected_before_anything_is_allocated(backend: str, tmp_path: Path) -> None:
+    """All ranks raise the same text when a communicator is created, on each backend."""
+    (tmp_path / "invalid.json").write_text(INVALID)
+    (tmp_path / "valid.json").write_text("[]")
+    where = f"rank 1: EP_OPS_TUNING is '{tmp_path}/invalid.json': row 0"
+    text = f"{where}: push is -1; allowed: an int of 0..1024, or a fraction of 0..1 as text"
+    assert run_ranks(2, rejected, str(tmp_path), backend, (1,)) == [(text, [])] * 2
+
+
+def test_a_valid_file_is_ignored_without_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text('[{"operation": "dispatch", "push": 3}]')
+    monkeypatch.setenv(tuning.VARIABLE, str(path))
+    sizes: Any = dict(num_experts=4, hidden_size=128, top_k=2, max_tokens_per_rank=4, device="cpu")
+    with ep_ops.Communicator(**sizes) as comm:
+        assert comm.backend.name == "reference"
+    path.write_text(INVALID)
+    with pytest.raises(ValueError, match="^rank 0: EP_OPS_TUNING is .*: row 0: push is -1; allowed: "):
+        ep_ops.Communicator(**sizes)
+    with pytest.raises(ValueError, match="^rank 0: EP_OPS_TUNING is .*: row 0: push is -1; allowed: "):
+        MoECommunicator(MoECommunicatorConfig(num_experts=4, hidden_size=128, top_k=2, max_tokens_per_rank=4))
 
 
 # ---------------------------------------------------------------------- the search

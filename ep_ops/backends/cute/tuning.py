@@ -112,7 +112,7 @@ def text_of(format: str, layout: str = "") -> str:
 def row_of(given: Any) -> Row:
     """Return a row of a file. Raises ValueError if it is none."""
     if not isinstance(given, dict):
-        raise ValueError(f"{given!r} is not an object")
+        raise ValueError(f"the row is {given!r}; allowed: an object")
     operation = given.get("operation")
     if not isinstance(operation, str) or operation not in KNOBS:
         raise ValueError(f"operation is {operation!r}; allowed: {', '.join(KNOBS)}")
@@ -127,11 +127,11 @@ def row_of(given: Any) -> Row:
                 raise ValueError(f"{key} is {value!r}; allowed: {words}")
             named[key] = value
         else:
-            raise ValueError(
-                f"{key} is in a row of {operation}; allowed: {', '.join((*CONDITIONS, *KNOBS[operation]))}"
-            )
-    if "surplus" in knobs and named.keys() & {"rows", "format", "tokens"}:
-        raise ValueError("surplus has a condition; allowed: gpu and ranks")
+            allowed = ", ".join((*CONDITIONS, *KNOBS[operation]))
+            raise ValueError(f"{key} is {value!r} in a row of operation {operation!r}; allowed keys: {allowed}")
+    conditions = [key for key in ("rows", "format", "tokens") if key in named]
+    if "surplus" in knobs and conditions:
+        raise ValueError(f"surplus is given with {', '.join(conditions)}; allowed: only gpu and ranks")
     return Row(knobs=knobs, **named)
 
 
@@ -160,7 +160,9 @@ def read(path: str | Path, given_by: str = VARIABLE) -> list[Row]:
     try:
         rows = json.loads(Path(path).read_text())
     except OSError as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise ValueError(
+            f"{where}: the file cannot be read ({error}); allowed: a JSON file with a list of rows"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: the file is not JSON ({error}); allowed: a list of rows") from error
     if not isinstance(rows, list):
