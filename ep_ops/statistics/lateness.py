@@ -22,7 +22,7 @@ class Lateness(NamedTuple):
 
     operations: tuple[int, ...]  # numbers of the last operations that all ranks recorded; at most 16
     begun: Tensor  # float64 [W, N] seconds from the first rank's begin of the operation to each rank's
-    waits: Tensor  # float64 [W, W, N] longest wait of a thread of each rank for each source rank, seconds
+    waits: Tensor  # float64 [W, W, N] longest wait of a thread of each rank for each other rank, seconds; 0 for itself
 
     @property
     def awaited(self) -> Tensor:
@@ -30,10 +30,7 @@ class Lateness(NamedTuple):
 
         It is large for a straggler and small for the others.
         """
-        others = self.waits.new_zeros(self.begun.shape[0])
-        if self.operations:
-            others = (self.waits * (1 - torch.eye(len(others), device="cpu")[:, :, None])).amax(0).mean(1)
-        return others
+        return self.waits.amax(0).mean(1) if self.operations else self.begun.new_zeros(self.begun.shape[0])
 
     @property
     def late(self) -> Tensor:
@@ -50,6 +47,7 @@ def lateness(noted: Sequence[Sequence[Operation]]) -> Lateness:
     waits = torch.tensor([[one.waits for one in own] for own in found], dtype=torch.float64, device="cpu")
     if not numbers:
         return Lateness(numbers, times, times.new_zeros(len(noted), len(noted), 0))
+    waits.diagonal(dim1=0, dim2=2).zero_()  # blocks of a rank wait for each other as well
     met = torch.tensor(
         [[math.inf if one.met is None else one.met for one in own] for own in found], dtype=torch.float64, device="cpu"
     )

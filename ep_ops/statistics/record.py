@@ -27,7 +27,7 @@ class Statistics(NamedTuple):
     dropped: Tensor  # int64 [El] rows that did not fit
     received: Tensor  # int64 [W] bytes of rows and scales received in dispatches, by source rank
     returned: Tensor  # int64 [W] bytes of rows returned in combines, by destination rank
-    waited: Tensor  # float64 [W] seconds that this rank waited for each rank, without the last operations
+    waited: Tensor  # float64 [W] seconds that this rank waited for each other rank, without the last operations
 
     def prometheus(self) -> str:
         """Return the counts in the text format of Prometheus, version 0.0.4: :func:`prometheus` of this record."""

@@ -109,6 +109,8 @@ class Group:
         self.name = f"{stage.name.replace(' ', '-')}.{number}"
         self.parts: list[int] = []
         self.begun: dict[str, dict[str, Any]] = {}
+        self.heard: dict[str, set[int]] = {}
+        """Ranks that have reported the result of a test."""
         self.starts, self.ended = 0, False
         self.start()
 
@@ -122,6 +124,8 @@ class Group:
         self.label = f"{self.name}.{self.starts}"
         self.current: dict[int, str] = {}
         self.finished, self.at_work = set[int](), False
+        self.missed = 0.0
+        """When a process was found to have ended too soon; 0: none has."""
         self.read = [0] * max(1, stage.ranks)
         self.news = time.time()
         run.begun_file(stage).write_text(json.dumps(sorted(run.begun(stage))))
@@ -170,7 +174,8 @@ class Group:
         codes = {rank: process.poll() for rank, process in enumerate(self.processes) if rank not in self.finished}
         died = [rank for rank, code in codes.items() if code is not None]
         quiet = time.time() - self.news
-        if died and quiet > 3:  # until then others may have more to say
+        self.missed = self.missed or (time.time() if died else 0.0)
+        if died and time.time() - self.missed > 3:  # until then others may have more to say of the same test
             self.replace(f"rank {died[0]} ended with {codes[died[0]]}", died)
         elif quiet > (patience := self.run.args.patience if self.at_work else STARTING):
             self.replace(f"no news for {patience:.0f} s", list(codes))
@@ -204,6 +209,7 @@ class Group:
         elif "test" in said:
             self.current.pop(rank, None)
             name = said.pop("test")
+            self.heard.setdefault(name, set()).add(rank)
             known = tests.get(name)
             if known is None:
                 tests[name] = said | {"group": self.number}
@@ -222,9 +228,10 @@ class Group:
         time.sleep(1.0)
         self.kill()
         tests = sorted({self.current[rank] for rank in ranks if rank in self.current})
-        for test in self.current.values():
-            if test not in tests and test not in self.stage.tests:
-                self.begun.pop(test, None)  # once more: another test has ended the process
+        for test in [*self.begun]:
+            if test not in tests and len(self.heard.get(test, ())) < len(self.processes):
+                for known in (self.begun, self.heard, self.stage.tests):
+                    known.pop(test, None)  # once more: another test has ended the process
         tail = "\n".join(f"-- rank {rank}\n{log.read_text(errors='replace')[-1500:]}" for rank, log in
                          [*enumerate(self.logs)][:4])  # fmt: skip
         for test in tests:

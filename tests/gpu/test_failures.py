@@ -178,6 +178,10 @@ def test_residual_on_one_rank(together):
     disagree(together, "only one of them passed a residual", call, latency_max_tokens=None)
 
 
+def weighted(started, weights):
+    return started._replace(arguments=started.arguments._replace(recv_weights=weights))
+
+
 @pytest.mark.parametrize("few", [0, None])
 @pytest.mark.parametrize("kind", ["dispatch", "dynamic", "combine", "planned", "gathered", "start", "wait"])
 def test_rejections_reach_everybody(kind, few, together):
@@ -200,7 +204,7 @@ def test_rejections_reach_everybody(kind, few, together):
             "gathered": lambda: comm.combine_gathered(off if wrong else y, sent.route),
             "start": lambda: comm.dispatch_wait(comm.dispatch_start(x[1:] if wrong else x, idx)),
             "wait": lambda: comm.combine_wait(
-                comm.combine_start(sent.x, sent.route)._replace(weights=x[0] if wrong else None)
+                weighted(comm.combine_start(sent.x, sent.route), x[0] if wrong else None)
             ),
         }
         texts = {

@@ -97,12 +97,12 @@ class Steps:
 @pytest.mark.parametrize("taken", [1, residency.MARGIN, 60, None])
 @pytest.mark.parametrize("kind", ["many", "few"])
 def test_blocks_that_stay(kind, taken, comms, together) -> None:
-    """Operations end while another kernel holds some multiprocessors, or all but those that are needed, until they
-    have."""
+    """Operations end while another kernel holds some multiprocessors, or all but those that are needed (None), until
+    they have."""
     launcher = comms[kind][0].backend._launcher
-    if taken is None:
-        left = residency.needed(launcher.problem) if kind == "many" else -(-launcher.multiprocessors // 2)
-        taken = launcher.multiprocessors - left
+    left = residency.needed(launcher.problem) if kind == "many" else -(-launcher.multiprocessors // 2)
+    most = launcher.multiprocessors - left
+    taken = most if taken is None else min(taken, most)
     steps, theirs = Steps(comms[kind][0], taken), torch.cuda.Stream()
     if dist.is_initialized():
         dist.barrier()

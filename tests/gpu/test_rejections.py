@@ -102,9 +102,9 @@ def without(comm: Any, name: str, launched: bool) -> Callable[..., Any]:
     """How kernels are found where that one cannot be loaded, or, if it is `launched`, fails of that."""
     get = comm.backend.throughput._kernel
 
-    def found(kernel: Any, *variant: Any) -> Any:
+    def found(kernel: Any, **variant: Any) -> Any:
         if kernel.__name__ != name:
-            return get(kernel, *variant)
+            return get(kernel, **variant)
         return (lambda terms, **numbers: failing) if launched else failing()
 
     return found

@@ -171,9 +171,9 @@ class Failures:
         return self._epoch() - 1
 
     def waited(self) -> list[float]:
-        """Return the sums of this rank's waits for each rank, in seconds."""
+        """Return the sums of this rank's waits for each other rank, in seconds; 0 for itself."""
         held = self._read(self._heap.offset["waits"], self._heap.size["waits"])
-        return history.seconds(held)
+        return [0.0 if rank == self._rank else one for rank, one in enumerate(history.seconds(held))]
 
     def let_go(self) -> None:
         """Release the views of symmetric memory, so that garbage collection of this object cannot delay freeing it."""
