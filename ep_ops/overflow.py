@@ -1,4 +1,4 @@
-"""Counts of dropped rows between checks."""
+"""Sums that calls add up in device memory, and counts of dropped rows between checks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,23 @@ def recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
+def static_zeros(*sizes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of zeros at a static address, to which calls add in place, also in inference mode.
+
+    ``torch.compile(mode="reduce-overhead")`` captures no CUDA graph of a function that writes to another input.
+    """
+    with torch.inference_mode(False):  # an inference tensor could not be updated later
+        found = torch.zeros(sizes, dtype=dtype, device=device)
+    torch._dynamo.mark_static_address(found, guard=False)
+    return found
+
+
 class Overflow:
     """Counts the rows of each local expert that were dropped since the last check."""
 
     def __init__(self, num_local_experts: int, first_expert: int, device: torch.device) -> None:
         self._first = first_expert
-        with torch.inference_mode(False):  # an inference tensor could not be updated later
-            self._rows = torch.zeros(num_local_experts, dtype=torch.int32, device=device)
+        self._rows = static_zeros(num_local_experts, dtype=torch.int32, device=device)
 
     def add(self, dropped: Tensor) -> None:
         """Add the drop counts int32 [El] of one dispatch."""

@@ -27,7 +27,7 @@ from ep_ops.group import meeting
 from ep_ops.group.exchange import Exchange
 from ep_ops.nn.ranges import ranged
 from ep_ops.operators.rejection import reject
-from ep_ops.overflow import recomputing
+from ep_ops.overflow import recomputing, static_zeros
 from ep_ops.records import (
     PADDED,
     TOKEN_MAJOR,
@@ -101,8 +101,7 @@ class MoECommunicator:
         self._usual = self._dispatch_arguments(config.quant, None, self._operator)
         self._requested: Tensor | None = None  # rows requested of each local expert
         if config.statistics:
-            with torch.inference_mode(False):  # an inference tensor could not be updated later
-                self._requested = torch.zeros(comm.num_local_experts, dtype=torch.int64, device=comm.device)
+            self._requested = static_zeros(comm.num_local_experts, dtype=torch.int64, device=comm.device)
         self._past = torch.zeros(config.num_experts, dtype=torch.int64, device="cpu")  # under earlier placements
 
     def sibling(self, placement: Sequence[int] | None = None) -> MoECommunicator:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ep_ops.formats import FORMATS, per_row
-from ep_ops.overflow import recomputing
+from ep_ops.overflow import recomputing, static_zeros
 from ep_ops.records import Route
 from ep_ops.symmetric import peek
 
@@ -40,9 +40,8 @@ class Counts:
         # A line: dispatches, rows kept, rows dropped, `Route.sources` of dispatches and of combines.
         self._widths = (1, local_experts, local_experts, world_size + 1, world_size + 1)
         self._combines = sum(self._widths[:4])
-        with torch.inference_mode(False):  # inference tensors could not be updated later
-            self._one = torch.ones(1, dtype=torch.int32, device=device)
-            self._sums = torch.zeros(len(self._sizes), sum(self._widths), dtype=torch.int64, device=device)
+        self._one = static_zeros(1, dtype=torch.int32, device=device).fill_(1)
+        self._sums = static_zeros(len(self._sizes), sum(self._widths), dtype=torch.int64, device=device)
 
     def dispatched(self, route: Route, dropped: Tensor, format: str) -> None:
         """Count a dispatch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 import xml.etree.ElementTree
@@ -12,13 +13,16 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from moe_cases import MOST, ROWS, E, H, K, drawn
 from ranks import run_ranks
 from torch import Tensor
+from torch._inductor.compile_fx import compile_fx
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import ep_ops
+from ep_ops.moe import MoECommunicator, MoECommunicatorConfig
 from ep_ops.records import Operation
 from ep_ops.statistics import Statistics, plot_begun, plot_waits, prometheus
 from ep_ops.statistics.lateness import lateness
@@ -180,6 +184,55 @@ def test_compiled_functions_count() -> None:
             assert one.dispatches == times and one.operations == 2 * times + 2 * grad
             assert torch.equal(one.rows, rows * times)
             assert one.received.tolist() == one.returned.tolist() == [copies * H * 4 * times]
+
+
+def written(graph: torch.fx.GraphModule) -> set[int]:
+    """Return the inputs to which a graph writes."""
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    return {inputs.index(node.args[0]) for node in graph.graph.nodes if node.target is torch.ops.aten.copy_.default}
+
+
+@pytest.mark.parametrize(("grad", "dynamic"), [pytest.param(False, False, marks=pytest.mark.drawn), (True, True)])
+def test_cuda_graphs_count(grad: bool, dynamic: bool) -> None:
+    """Compiled functions write to inputs at static addresses only, for which Inductor captures CUDA graphs, in each
+    way to count. They need no value on the host (fullgraph), and each call counts."""
+    given, found = drawn(cases.fresh_seed(), 0, MOST), []
+
+    def keep(graph: torch.fx.GraphModule, _: Any, static_input_idxs: Any = (), **more: Any) -> Any:
+        found.append((written(graph), set(static_input_idxs)))
+        return make_boxed_func(graph.forward)
+
+    def moved(comm: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        if isinstance(comm, ep_ops.nn.MoELayer):
+            return comm(x)
+        if isinstance(comm, ep_ops.Communicator):
+            return run(comm, x, ids, weights)
+        output, handle = comm.dispatch(x, ids, weights)
+        return comm.combine(output.x * 2, handle)
+
+    torch._dynamo.reset()
+    backend: Any = functools.partial(compile_fx, inner_compile=keep)
+    compiled: Any = torch.compile(moved, fullgraph=True, dynamic=dynamic, backend=backend)
+    asked = torch.bincount(given.ids[given.ids >= 0].long(), minlength=E)
+    sizes: Any = dict(num_experts=E, hidden_size=H, top_k=K, max_tokens_per_rank=MOST, dtype=torch.float32)
+    with (
+        communicator(overflow="raise") as comm,
+        MoECommunicator(MoECommunicatorConfig(**sizes, statistics=True), device="cpu") as moe,
+    ):
+        layer = ep_ops.nn.MoELayer(comm, 8)
+        for counted in comm, moe, moe.sibling(), layer:
+            x = given.x.clone().requires_grad_(grad)
+            before = comm.statistics().dispatches + moe.comm.statistics().dispatches
+            for call in range(1, 4):
+                with torch.set_grad_enabled(grad):
+                    out = compiled(counted, x, given.ids, given.weights)
+                    if grad:
+                        out.sum().backward()
+                assert comm.statistics().dispatches + moe.comm.statistics().dispatches == before + call
+                if isinstance(counted, MoECommunicator):
+                    assert torch.equal(counted.load(), asked * call)
+    assert all(inputs <= static for inputs, static in found), found
+    assert [len(inputs) for inputs, _ in found if inputs] == [2, 2, 3]  # a sibling uses the code that is there
 
 
 def test_recomputed_dispatches_count_once() -> None:

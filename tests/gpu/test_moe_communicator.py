@@ -283,6 +283,37 @@ def test_compiled(layout: str, seed: int, together: Any) -> None:
         moe.check_errors()
 
 
+@few_processes
+@pytest.mark.parametrize("mode", ["latency", "throughput"])
+def test_compiled_graphs_count(mode: str, seed: int, together: Any) -> None:
+    """With mode="reduce-overhead", counts do not prevent CUDA graphs, and are right after each call and replay."""
+    rank, world_size = ranks()
+    skips = torch._dynamo.utils.counters["inductor"]
+    with torch.no_grad(), made(world_size, mode) as moe:
+        moe.warmup()
+        run = torch.compile(layer, fullgraph=True, dynamic=False, mode="reduce-overhead")
+        of_local = factor(torch.tensor(moe.local_experts, device="cuda"))[:, None].contiguous()
+        load, skipped = torch.zeros(logical(world_size), dtype=torch.int64), skips["cudagraph_skips"]
+        torch.cuda.synchronize()
+        first = moe.comm.statistics()
+        for turn in range(1, 7):
+            x, ids, weights = drawn(seed + turn, rank, world_size, BOUND)
+            out = run(moe, x, ids, weights, of_local)[0].clone()
+            torch.cuda.synchronize()
+            for source in range(world_size):
+                asked = drawn(seed + turn, source, world_size, BOUND)[1]
+                load += torch.bincount(asked[asked >= 0].long().cpu(), minlength=load.numel())
+            counts, counted = moe.comm.statistics(), moe.load()
+            with together():
+                assert torch.equal(out, expected(x, ids, weights)), turn
+                assert torch.equal(counted, load) and counts.dispatches - first.dispatches == turn
+                assert counts.operations - first.operations == 2 * turn
+                assert (counts.rows - first.rows).sum() > 0 and not counts.dropped.any()
+                assert skips["cudagraph_skips"] == skipped
+        moe.check_errors()
+        torch._dynamo.reset()
+
+
 def test_what_modes_take(seed: int, together: Any) -> None:
     """Mode latency names its bound, and kernels run as the mode says: the operations' notes tell."""
     rank, world_size = ranks()
