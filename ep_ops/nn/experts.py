@@ -18,7 +18,7 @@ from ep_ops.nn.apart import check_averaging
 from ep_ops.nn.e4m3_weights import check_e4m3, dtype_problem, gradient_problem, quantize_blocks
 from ep_ops.nn.expert_mlp import Computed, expert_mlp, expert_rows, is_late
 from ep_ops.nn.expert_module import ExpertModule, check_split, fill_experts
-from ep_ops.nn.few_rows_e4m3 import BLOCK
+from ep_ops.nn.few_rows_e4m3 import BLOCK, SCALES
 from ep_ops.nn.gemms import choose
 from ep_ops.nn.grouped import Gemms
 from ep_ops.nn.late import SentTokens, end
@@ -317,6 +317,13 @@ class Experts(ExpertModule):
             return moved
 
         return super()._apply(apply, recurse)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        for name in self.scale_names:  # load_state_dict(assign=True) keeps the dtype of the file
+            scales = getattr(self, name)
+            if scales.dtype not in SCALES:
+                setattr(self, name, nn.Parameter(scales.float(), requires_grad=False))
 
     @torch.compiler.assume_constant_result  # as in the base class
     def _check_averaging(self) -> None:

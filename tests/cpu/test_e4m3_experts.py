@@ -287,6 +287,49 @@ def test_what_is_loaded() -> None:
             load_experts(experts, read_from((whole[0], whole[1].repeat(1, 2, 1), *whole[2:])), "experts.")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_scales_of_other_dtypes_are_loaded(dtype: torch.dtype) -> None:
+    """Scales that checkpoints have in other dtypes become float32, assigned or copied, with the same results."""
+    whole = weights_of(E, H, F, 1, powers=True)
+    narrow = whole[0], whole[1].float().to(dtype), whole[2], whole[3].float().to(dtype)
+    given = tokens(3, 1)
+    with communicator() as comm, torch.no_grad():
+        layer = MoELayer(comm, F, dtype=E4M3)
+        layer.experts.load_state_dict(state_of(whole))
+        want = layer.experts(*given)
+        state = {f"experts.{name}": w for name, w in state_of(narrow).items()}
+        for assign in (False, True):
+            layer.experts.reset_parameters()
+            layer.load_state_dict(layer.state_dict() | state, assign=assign)
+            for name in ("in_scales", "out_scales"):
+                scales = getattr(layer.experts, name)
+                assert isinstance(scales, torch.nn.Parameter) and not scales.requires_grad
+                assert scales.dtype == torch.float32
+            assert torch.equal(layer.experts(*given), want)
+
+
+def assigned_scales() -> None:
+    """Scales of all ranks' experts stay DTensors when they are converted, also on the meta device before."""
+    with communicator() as comm, torch.no_grad():
+        source = Experts(comm, F, dtype=E4M3, seed=1)
+        given = tokens(3, 1)
+        state = {name: w.bfloat16() if name in source.scale_names else w for name, w in source.state_dict().items()}
+        for name in source.scale_names:
+            getattr(source, name).copy_(state[name])
+        want = source(*given)
+        with torch.device("meta"):
+            experts = Experts(comm, F, dtype=E4M3)
+        experts.load_state_dict(state, assign=True)
+        experts.dropped = torch.zeros_like(source.dropped)
+        assert all(isinstance(p, DTensor) and p.shape[0] == E for p in experts.parameters())
+        assert experts.in_scales.dtype == experts.out_scales.dtype == torch.float32
+        assert torch.equal(experts(*given), want)
+
+
+def test_assigned_scales_of_all_ranks() -> None:
+    run_ranks(2, assigned_scales)
+
+
 def trained() -> None:
     with communicator(timeout=20) as comm:
         layer, others = MoELayer(comm, F, dtype=E4M3), torch.no_grad()
