@@ -1,6 +1,8 @@
-"""Errors for classes of PyTorch that cannot train experts which are spread over ranks.
+"""Changes of PyTorch's classes that do not work with experts which are spread over ranks.
 
-PyTorch's own errors, about mixed tensors or a missing sharding strategy, do not name the cause.
+Classes that cannot train them raise errors that name the cause. PyTorch's own errors are about mixed tensors or a
+missing sharding strategy. ``DTensor.share_memory_`` works. PyTorch's method reads a storage that DTensors do not have,
+and ends the process.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from torch.distributed.tensor import DTensor
 
 
 def watch() -> None:
-    """Let constructors of these classes raise, as far as they have been imported. Importing them takes time."""
+    """Change the classes, as far as they have been imported. Importing them takes time."""
+    if "share_memory_" not in vars(DTensor):
+        DTensor.share_memory_ = _share_local  # type: ignore[method-assign, assignment]
     for module, name, adapt in _CLASSES:
         found = getattr(sys.modules.get(module), name, None)
         if found is not None and not hasattr(found.__init__, "_ep_watched"):
@@ -37,6 +41,12 @@ def _watched(init: Callable[..., None], adapt: Callable[[Any], Any]) -> Callable
 
     watched._ep_watched = True  # type: ignore[attr-defined]
     return watched
+
+
+def _share_local(self: DTensor) -> DTensor:
+    """Move this rank's part of a DTensor to shared memory, as ``torch.Tensor.share_memory_`` does."""
+    self._local_tensor.share_memory_()
+    return self
 
 
 def _without_experts(module: Any) -> Any:

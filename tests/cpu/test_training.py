@@ -4,6 +4,7 @@ PyTorch that work or raise."""
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -266,6 +267,47 @@ def unsupported() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="FSDP1 would run")
 def test_fsdp1_and_zero() -> None:
     run_ranks(2, unsupported)
+
+
+def shared(fsdp: bool) -> None:
+    """Another process sees what this one writes to its experts, and reverse; the layer computes as before."""
+    rank = dist.get_rank()
+    with (
+        ep_ops.Communicator(**SIZES) as comm,
+        ep_ops.Communicator(**SIZES | dict(hidden_size=128, dtype=torch.bfloat16)) as coded,
+        torch.random.fork_rng(),
+    ):
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.Linear(H, H), MoELayer(comm, F, seed=1))
+        codes = nn.Sequential(MoELayer(coded, 128, dtype=torch.float8_e4m3fn))
+        if fsdp:
+            fully_shard(model, ignored_params=set(expert_parameters(model)))
+            keep_experts_apart(model, comm.world_size)
+        x = torch.randn(12, H)
+        wanted = model(x).detach()
+        for _ in range(2):
+            assert model.share_memory() is model and codes.share_memory() is codes
+        parts = [p.to_local() if isinstance(p, DTensor) else p for m in (model, codes) for p in m.parameters()]
+        assert all(part.is_shared() for part in parts)
+        assert torch.equal(model(x), wanted)
+        child = os.fork()
+        if not child:
+            try:
+                for part in parts:
+                    part.detach().view(torch.uint8).fill_(rank + 3)
+            finally:
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        for part in parts:
+            assert bool((part.detach().view(torch.uint8) == rank + 3).all())
+        dist.barrier()
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.drawn)])
+def test_share_memory(ranks: int, fsdp: bool) -> None:
+    """Parameters of all ranks' experts can be moved to shared memory. The last one of four ranks holds no experts."""
+    run_ranks(ranks, shared, fsdp)
 
 
 # ---------------------------------------------------------------------- transforms and batched gradients
