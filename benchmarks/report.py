@@ -230,8 +230,8 @@ def sweep_lines(run: Found) -> Iterator[str]:
     for axis, label in AXES.items():
         for routing in ROUTINGS:
             for op, points in sweep(run, axis, routing).items():
-                told = (f"{x}: {taken(r):.1f}" + (f" ({r['ratio']:.0%})" if "ratio" in r else "") for x, r in points)
-                yield f"{NAMES[op]}, {routing}, µs (of link) over {label}: {', '.join(told)}"
+                texts = (f"{x}: {taken(r):.1f}" + (f" ({r['ratio']:.0%})" if "ratio" in r else "") for x, r in points)
+                yield f"{NAMES[op]}, {routing}, µs (of link) over {label}: {', '.join(texts)}"
 
 
 def ratio_plot(runs: Sequence[Found], path: Path) -> None:

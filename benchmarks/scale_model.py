@@ -45,7 +45,7 @@ def gb200(h200: Gpu) -> Gpu:
         pull=722e9,
         push=722e9,
         memory=6.2e12,
-        told="NVLink 722 GB/s (NCCL 2.30's table for sm_100), memory 6.2 TB/s (8 TB/s at the H200's share: assumed),"
+        source="NVLink 722 GB/s (NCCL 2.30's table for sm_100), memory 6.2 TB/s (8 TB/s at the H200's share: assumed),"
         " constants of the H200",
     )
 
@@ -134,11 +134,11 @@ def measured_gpu(many: dict[str, Any], few: dict[str, Any]) -> Gpu:
         result = min((r for r in few["results"] if r["op"] == op), key=lambda r: r["tokens"])
         constants["few " + op] = result["us"] - few_us(bare, layout_of(few, result["tokens"]), op == "combine")
     machine = many["machine"]["device"]
-    told = (
+    source = (
         f"measured on {many['world_size']} x {machine}: fetching {bare.pull / 1e9:.0f} GB/s, storing"
         f" {bare.push / 1e9:.0f} GB/s over NVLink, memory {MEMORY / 1e12:.1f} TB/s, a flag {bare.flag:.2f} µs"
     )
-    return dataclasses.replace(bare, name=machine, constants=constants, told=told)
+    return dataclasses.replace(bare, name=machine, constants=constants, source=source)
 
 
 def is_centre(result: dict[str, Any]) -> bool:
@@ -348,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     *many, few = [json.loads((args.runs / f"{name}.json").read_text()) for name in RUNS]
     gpu, limit = measured_gpu(many[0], few), 4 * GIB
     found = model(gpu, 4096, 128, limit) | {
-        "gb200": gb200(gpu).told,
+        "gb200": gb200(gpu).source,
         "measured": measured_errors(gpu, many, few),
         "published": [beside(gpu, entry, limit) for entry in PUBLISHED],
     }

@@ -48,7 +48,7 @@ INFINIBAND = WireSpeed(
     rate=45e9,
     latency=8.35,
     put=0.02,
-    told="one 400 Gb/s NIC a GPU: 45 of its 50 GB/s (assumed; DeepEP V2's 90 and 61 GB/s on 2 and 4 hosts, own tokens"
+    source="one 400 Gb/s NIC a GPU: 45 of its 50 GB/s (assumed; DeepEP V2's 90 and 61 GB/s on 2 and 4 hosts, own tokens"
     " included, are 45 across); put and signal 16.7 µs there and back (NCCL GIN on H100, arXiv 2511.15076);"
     " 50 million puts a second (assumed)",
 )
@@ -58,8 +58,8 @@ EFA = WireSpeed(
     latency=20.0,
     put=0.4,
     rows=32,
-    told="rails of two p5 hosts, all to all: 43.5 GB/s in puts of 1 MB, 13.8 in puts of 8 KB (UCCL), which is 0.4 µs a"
-    " put; 20 µs from put to signal (assumed: no figure was found); up to 32 rows of few tokens for a rank in a put,"
+    source="rails of two p5 hosts, all to all: 43.5 GB/s in puts of 1 MB, 13.8 in puts of 8 KB (UCCL), which is 0.4 µs"
+    " a put; 20 µs from put to signal (assumed: no figure was found); up to 32 rows of few tokens for a rank in a put,"
     " which a block puts together at 50 GB/s (assumed)",
 )
 WIRES = (INFINIBAND, EFA)
@@ -157,12 +157,12 @@ def assumptions(found: Found) -> list[str]:
         "Even routing, hidden 7168, bf16, top-8, experts: the multiple of the ranks from 256 on; many:"
         f" {found['tokens']} tokens a rank, few: {found['few_tokens']}; staging of many tokens at most"
         f" {found['staging_limit'] / 2**30:g} GiB",
-        f"GPU: {found['gpu']['told']}; constants in µs: {constants}",
+        f"GPU: {found['gpu']['source']}; constants in µs: {constants}",
         "Numbers of SMs follow from the same speeds, from the table of measured choices, and from the work of one SM,"
         f" in bytes per second, in seconds, and in relation to other work: {of_sm}",
         "In e4m3: a combine whose sums are sent as codes and scales; encoding and decoding take no time beyond that of"
         " their bytes (assumed)",
-        *(f"{wire['name']}: {wire['told']}" for wire in found["wires"]),
+        *(f"{wire['name']}: {wire['source']}" for wire in found["wires"]),
     ]
 
 

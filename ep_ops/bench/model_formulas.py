@@ -277,7 +277,7 @@ class WireSpeed:
     rate: float  # bytes a second, in one direction
     latency: float  # µs from a put to its signal being seen
     put: float  # µs that each put takes its rank
-    told: str
+    source: str  # where these numbers come from
     rows: int = 1  # of few tokens for one rank, at most, in a put (cute_kernels/latency/bundled.py)
 
 

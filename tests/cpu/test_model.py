@@ -302,9 +302,9 @@ def test_the_page_has_the_formulas_numbers() -> None:
 
 GPU = model_formulas.Gpu(
     "", pull=100e9, push=200e9, memory=1e12, flag=0.5,
-    constants={"dispatch": 20.0, "combine": 30.0, "few dispatch": 5.0, "few combine": 3.0}, told="",
+    constants={"dispatch": 20.0, "combine": 30.0, "few dispatch": 5.0, "few combine": 3.0}, source="",
 )  # fmt: skip
-WIRE = model_formulas.WireSpeed("", rate=10e9, latency=8.0, put=0.1, told="")
+WIRE = model_formulas.WireSpeed("", rate=10e9, latency=8.0, put=0.1, source="")
 
 
 def test_what_binds() -> None:

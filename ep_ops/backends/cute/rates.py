@@ -22,7 +22,7 @@ class Gpu:
     memory: float  # read and written
     flag: float  # µs until a flag that was set at a peer is seen there
     constants: dict[str, float]
-    told: str  # where that is from
+    source: str  # where these numbers come from
 
     def us(self, op: str, crossing: float, passing: float) -> float:
         """Return the µs that bytes take over NVLink and through memory."""
@@ -47,7 +47,7 @@ H200 = Gpu(
         "few dispatch": 5.374938718330725,
         "few combine": 3.616245971982428,
     },
-    told="measured on 4 x NVIDIA H200: fetching 329 GB/s, storing 353 GB/s over NVLink, memory 3.7 TB/s, a flag"
+    source="measured on 4 x NVIDIA H200: fetching 329 GB/s, storing 353 GB/s over NVLink, memory 3.7 TB/s, a flag"
     " 0.74 µs",
 )
 """What `measured_gpu` of benchmarks/scale_model.py derives from the recorded runs."""
