@@ -5,6 +5,8 @@ A kernel is launched with a number of threads (`options`). Code that is written 
 threads (`whole_block`), and a barrier says how many warps arrive at it and how many of them wait.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,18 +28,21 @@ class Block:
 
 
 _traced: list[Block] = []
-"""The kernel that is being traced; empty outside of a trace."""
+"""The block of the kernel that is being traced; empty outside of a trace."""
 
 
-def begin_block(threads: int) -> None:
-    """Begin the trace of a kernel whose blocks have so many threads."""
-    _traced[:] = [Block(threads)]
+@contextlib.contextmanager
+def traced_block(threads: int) -> Iterator[None]:
+    """Check the barriers of a kernel that is traced within this `with` block, and whose blocks have so many threads.
 
-
-def end_block() -> None:
-    """End the trace of a kernel. Raise ValueError if warps wait at a barrier that the others never arrive at."""
-    (block,) = _traced
-    _traced.clear()
+    Raise ValueError if warps wait at a barrier that the others never arrive at.
+    """
+    block = Block(threads)
+    _traced.append(block)
+    try:
+        yield
+    finally:
+        _traced.pop()
     for number, barrier in block.used.items():
         if isinstance(barrier, WarpBarrier):
             for what, warps in (("arrive", barrier.arriving), ("wait", barrier.waiting)):

@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
-from .barriers import begin_block, end_block
+from .barriers import traced_block
 from .heap import Problem
 from .views import View
 
@@ -65,9 +65,8 @@ class Launched:
         stream: cuda.CUstream = values[-1]
         args = gather(self.Args, values[:-1])
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True)
-        begin_block(self.options["block"][0])
-        self.kernel(args).launch(grid=(args.blocks, 1, 1), stream=stream, **self.options)
-        end_block()
+        with traced_block(self.options["block"][0]):
+            self.kernel(args).launch(grid=(args.blocks, 1, 1), stream=stream, **self.options)
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,25 @@ def test_counts_follow_from_warps() -> None:
 def test_wrong_counts_fail(kernel: Any, text: str) -> None:
     with pytest.raises(Exception, match=text):
         compiled(kernel)
+    assert whole_block(1) == 1  # nothing is being traced
+
+
+def test_traces_that_fail_leave_nothing_behind() -> None:
+    """The next compilation does not see the block of a kernel whose device code raised an error."""
+
+    class Broken(Meets):
+        @cute.jit
+        def meet(self, barrier: Any) -> None:
+            barrier.arrive()
+            raise AssertionError("broken")
+
+    right = Meets(WarpBarrier(3, 2, 1), 3)
+    before = compiled(right)
+    for kernel in Broken(WarpBarrier(3, 2, 2), 4), Broken(WarpBarrier(3, 2, 1), 3):
+        with pytest.raises(Exception, match="broken"):
+            compiled(kernel)
+        assert whole_block(1) == 1
+        assert compiled(right) == before
 
 
 def another_block(kernel: type[Any], threads: int) -> type[Any]:
