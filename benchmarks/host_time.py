@@ -47,7 +47,7 @@ def layers_of(steps: Steps) -> dict[str, tuple[Callable[[int], Any], ...]]:
     def outputs(*tensors: Tensor) -> Callable[[int], Any]:
         if comm.device.type != "cuda":
             return lambda i: [torch.empty_like(tensor) for tensor in tensors]
-        new, kinds = allocator(comm.device), [(tuple(t.shape), t.stride(), t.dtype) for t in tensors]
+        new, kinds = allocator(comm.device)(), [(tuple(t.shape), t.stride(), t.dtype) for t in tensors]
         return lambda i: [new(*kind) for kind in kinds]
 
     return {

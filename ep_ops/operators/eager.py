@@ -164,49 +164,17 @@ def _remembering(
 ) -> tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[[Any], Any]]:
     """Return ``key``, ``repeat`` and ``call`` of an operator. They are closures, because they are part of every step of
     a decoder."""
-    leading, other, one, ids, rows, lists, name, types, recognized = _positions(op.schema)
+    positions = _positions(op.schema)
+    leading, other, *_, name, _, recognized = positions
     key, living = _key_of(op), registry.living
-
-    def repeat(a: Any) -> Any:
-        if _is_intercepted() or other and a[other] is not None:
-            return None
-        try:
-            comm, given, others = living[a[name]], a[:leading], a[leading:]
-            if absent := given[one] is None:
-                given = given[:one] + given[one + 1 :]
-            for tensor in given:
-                if tensor.is_nested:  # guards would end the process
-                    return None
-            latest = comm.calls.latest
-            known: Any = latest[op] if op in latest else None
-            if not (known and known.others == others and known.absent is absent and known.accepts(*given)):
-                known = comm.calls[op, others, absent, a[rows].shape[0], a[ids].shape[0]]
-                if not (known and known.accepts and known.accepts(*given)):
-                    return None
-                latest[op] = known
-        except Exception:  # invalid, which is detected later
-            return None
-        for i, kind in types:  # 1 equals True
-            if type(a[i]) is not kind:
-                return None
-        if a[rows].data_ptr() % _ALIGNED or lists and a[lists].data_ptr() % (_ALIGNED // 2):
-            return None
-        busy = comm.busy
-        if not busy.acquire(False):
-            reject_thread(comm, f"ep::{op.name}")
-        try:
-            return known.run(a)
-        except BaseException as error:
-            interrupted(comm, a, error)
-            raise
-        finally:
-            busy.release()
+    repeat = _repeating(op, positions, interrupted) if recognized else _never
 
     def call(a: Any) -> Any:
-        if recognized and (results := repeat(a)) is not None:
-            return results
-        if _is_intercepted():
-            return op.dispatched(a)
+        if not _is_grad_enabled() or _is_intercepted() or not _asks(*a):
+            if recognized and (results := repeat(a)) is not None:
+                return results
+            if _is_intercepted():
+                return op.dispatched(a)
         results, alone = op.direct(a)
         if alone and recognized and not (other and a[other] is not None):
             found = living[a[name]].calls[key(a)]
@@ -215,6 +183,74 @@ def _remembering(
         return results
 
     return key, repeat, call
+
+
+_REPEAT = """
+def repeat(a):
+    if _is_intercepted() or {other_given}:
+        return None
+    try:
+        {tensors} = a[:{leading}]
+        if {nested} or {unlike}:
+            return None
+        comm, others, absent = living[a[{name}]], a[{leading}:], {absent}
+        latest = comm.calls.latest
+        known = latest.get(op)
+        if not (known and known.others == others and known.absent is absent and {accepted}):
+            known = comm.calls[op, others, absent, {rows}.shape[0], {ids}.shape[0]]
+            if not (known and known.accepts and {accepted}):
+                return None
+            latest[op] = known
+        if {misaligned}:
+            return None
+    except Exception:  # invalid, which is detected later
+        return None
+    busy = comm.busy
+    if not busy.acquire(False):
+        reject_thread(comm, "ep::{operator}")
+    try:
+        return known.run(a)
+    except BaseException as error:
+        interrupted(comm, a, error)
+        raise
+    finally:
+        busy.release()
+"""
+"""The function ``repeat`` of an operator. It is generated as text, as namedtuple does, because loops over the arguments
+take a noticeable part of a decode step."""
+
+
+def _repeating(op: RememberedOp, at: _Positions, interrupted: Callable[..., None]) -> Callable[[Any], Any]:
+    """Return the function ``repeat`` of an operator whose calls are remembered."""
+    names = [argument.name for argument in op.schema.arguments]
+    tensors = names[: at.leading]
+    optional = names[at.one] if at.one != at.ids else ""
+    given = [name for name in tensors if name != optional]
+    rows, ids = names[at.rows], names[at.ids]
+    accepted, nested = f"known.accepts({', '.join(tensors)})", [f"{name}.is_nested" for name in given]
+    if optional:
+        accepted = f"(known.accepts({', '.join(given)}) if absent else {accepted})"
+        nested.append(f"{optional} is not None and {optional}.is_nested")
+    misaligned = f"{rows}.data_ptr() % {_ALIGNED}"
+    if at.lists:
+        misaligned += f" or {names[at.lists]}.data_ptr() % {_ALIGNED // 2}"
+    text = _REPEAT.format(
+        operator=op.name, leading=at.leading, name=at.name, rows=rows, ids=ids, tensors=f"{', '.join(tensors)},",
+        other_given=f"a[{at.other}] is not None" if at.other else False,
+        nested=" or ".join(nested),  # guards would end the process
+        unlike=" or ".join(f"type(a[{i}]) is not {kind.__name__}" for i, kind in at.types) or False,  # 1 equals True
+        misaligned=misaligned, absent=f"{optional} is None" if optional else False, accepted=accepted,
+    )  # fmt: skip
+    scope: dict[str, Any] = {
+        "_is_intercepted": _is_intercepted, "living": registry.living, "op": op, "reject_thread": reject_thread,
+        "interrupted": interrupted,
+    }  # fmt: skip
+    exec(text, scope)
+    return scope["repeat"]
+
+
+def _never(a: Any) -> Any:
+    """Stand for ``repeat`` of an operator whose calls are not remembered."""
 
 
 def _first(args: tuple[Any, ...]) -> Tensor:

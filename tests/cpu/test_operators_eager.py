@@ -243,16 +243,16 @@ def without_backend(comm: ep_ops.Communicator, name: str, call: Any) -> None:
 
 
 MOST_CALLS = {
-    "plan": (16, 18),
-    "dispatch": (13, 19),
-    "dispatch_dynamic": (13, 21),
-    "dispatch_planned": (14, 20),
-    "combine": (8, 15),
-    "combine_gathered": (13, 16),
-    "dispatch_start": (19, 24),
-    "dispatch_wait": (10, 18),
-    "combine_start": (14, 20),
-    "combine_wait": (13, 17),
+    "plan": (14, 17),
+    "dispatch": (11, 18),
+    "dispatch_dynamic": (11, 20),
+    "dispatch_planned": (12, 19),
+    "combine": (5, 15),
+    "combine_gathered": (8, 14),
+    "dispatch_start": (16, 20),
+    "dispatch_wait": (8, 15),
+    "combine_start": (10, 17),
+    "combine_wait": (8, 14),
 }
 """Method -> Python functions and C functions that a call of it takes on its way to the backend, whose own do not count.
 Python 3.11 and torch 2.13 were counted; other releases may take a few more inside torch (``OTHERS``).

@@ -42,7 +42,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         made.done.append(("allocates", made.current.name, None))
         return torch.empty_strided(shape, strides, dtype=dtype)
 
-    monkeypatch.setattr(outputs, "allocator", lambda device: new)
+    monkeypatch.setattr(outputs, "allocator", lambda device: lambda: new)
     return made
 
 

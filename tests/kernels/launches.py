@@ -68,7 +68,7 @@ def allocate_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def new(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(shape, strides, dtype=dtype)
 
-    monkeypatch.setattr(outputs, "allocator", lambda device: new)
+    monkeypatch.setattr(outputs, "allocator", lambda device: lambda: new)
 
 
 def throughput(

@@ -206,7 +206,7 @@ def record() -> str:
 def on_meta(patch: Any) -> None:
     """Make results without memory."""
     made = lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="meta")  # noqa: E731
-    patch.setattr(outputs, "allocator", lambda device: made)
+    patch.setattr(outputs, "allocator", lambda device: lambda: made)
 
 
 def recorded_on_meta(patch: Any) -> str:

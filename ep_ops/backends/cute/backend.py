@@ -58,7 +58,7 @@ from ..base import Formats, Prepared, lies_elsewhere, not_gatherable
 from ..split import FlightOrder, parts_of, ticket
 from . import latency
 from .ahead import latency_kernels, throughput_kernels
-from .call_state import CallState, Stage
+from .call_state import BEGUN, CHECKING, CallState, Stage
 from .failures import Failures, pack_reason
 from .launcher import Launcher
 from .outputs import Outputs
@@ -404,12 +404,13 @@ class CuteBackend:
     def begin(self) -> None:
         """Raise what kernels reported, and check that no split operation is in progress. Called by every operator that
         is not split."""
-        self._state.check()
+        state = self._state
+        state.stage = CHECKING
         self._failures.check(self._late)
         if self._order.started:
             self._forget_lost()
             self._order.check()
-        self._state.begin()
+        state.stage, state.launched = BEGUN, 0
 
     # ------------------------------------------------------------------ lifetime
 

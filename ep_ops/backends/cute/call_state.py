@@ -20,51 +20,44 @@ class Stage(enum.Enum):
 
 
 # Looked up once, because members of an Enum take a noticeable part of a launch.
-_CHECKING, _BEGUN, _LAUNCHING, _AGREED = Stage
+CHECKING, BEGUN, LAUNCHING, AGREED = Stage
 
 
 class CallState:
     """Progress of the current or latest call on one communicator.
 
     A call consists of one or more operations of the kernels, and an operation of one or more launches. ``with state:``
-    surrounds the launches of one operation, from the first to the last, and nothing else that can fail.
+    surrounds the launches of one operation, from the first to the last, and nothing else that can fail. Eager calls of
+    the latency kernels set the attributes instead, because calls of methods take a noticeable part of a decode step.
     """
 
     __slots__ = ("launched", "stage")
 
     def __init__(self) -> None:
-        self.stage = _CHECKING
+        self.stage = CHECKING
         self.launched = 0
         """Number of operations of the call that have been launched completely."""
 
     def check(self) -> None:
         """Begin the checks of a call."""
-        self.stage = _CHECKING
+        self.stage = CHECKING
 
     def begin(self) -> None:
         """Note that the checks of the call have passed."""
-        self.stage, self.launched = _BEGUN, 0
+        self.stage, self.launched = BEGUN, 0
 
     def agree(self) -> None:
         """Note that exceptions from here on concern all ranks alike."""
-        self.stage = _AGREED
+        self.stage = AGREED
 
     def resume(self) -> None:
         """Note that another operation of the same call follows one that has ended on all ranks."""
-        self.stage = _BEGUN
+        self.stage = BEGUN
 
-    def launch(self) -> None:
-        """Note that the launches of an operation follow. Latency paths call this and :meth:`end`, which takes less time
-        than ``with``."""
-        self.stage = _LAUNCHING
-
-    def end(self) -> None:
-        """Note that an operation has been launched completely."""
-        self.stage = _BEGUN
-        self.launched += 1
-
-    __enter__ = launch
+    def __enter__(self) -> None:
+        self.stage = LAUNCHING
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if kind is None:
-            self.end()
+            self.stage = BEGUN
+            self.launched += 1

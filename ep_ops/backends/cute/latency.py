@@ -15,6 +15,7 @@ from meta_kernels.arguments import AnyCombine, AnySizedDispatch
 
 from ...records import DispatchTensors
 from ...specs import PLAIN, CombineSpec, DispatchSpec
+from .call_state import BEGUN, LAUNCHING
 from .launcher import Launcher
 from .outputs import Outputs, published_slots
 from .tuning import count, text_of
@@ -118,12 +119,13 @@ class LatencyPath:
         def run(a: AnySizedDispatch) -> DispatchTensors:
             out = make()
             recv_x, recv_scales, recv_weights, send_rows, arrivals, offs, counts, dropped, recv_idx = out
-            state.launch()
+            state.stage = LAUNCHING
             launch(
                 a.x, a.topk_weights, a.scales, a.topk_idx, send_rows, arrivals, offs, counts, dropped, recv_x,
                 recv_weights, recv_scales, recv_idx,
             )  # fmt: skip
-            state.end()
+            state.stage = BEGUN
+            state.launched += 1
             return out
 
         return run
@@ -142,14 +144,15 @@ class LatencyPath:
             num_rows=a.y.shape[0], senders=senders,
             first_receiver=first_receiver, blocks=blocks,
         )  # fmt: skip
-        make = self._outputs.tokens if part[1] else lambda tokens: None
+        make = self._outputs.sums(tokens) if part[1] else lambda: None
         state = self._state
 
         def run(a: AnyCombine) -> Any:
-            out = make(tokens)
-            state.launch()
+            out = make()
+            state.stage = LAUNCHING
             launch(a.y, a.recv_weights, a.topk_idx, a.send_rows, a.arrivals, out)
-            state.end()
+            state.stage = BEGUN
+            state.launched += 1
             return out
 
         return run

@@ -30,13 +30,19 @@ _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # builds for 
 _deterministic = torch._C._get_deterministic_algorithms
 
 
-def allocator(device: torch.device) -> New:
-    """Return an allocator for a CUDA device. It allocates as compiled graphs do, which takes half the host time of
-    torch.empty, but it only supports the current device, and does not fill memory if deterministic algorithms are
-    enabled."""
-    if device.type == "cuda" and _current_device() == device.index and not _deterministic():
-        return _empty_strided_cuda
-    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+def allocator(device: torch.device) -> Callable[[], New]:
+    """Return a function that returns the allocator for a device, which depends on the current device and modes.
+
+    Memory of the current CUDA device is allocated as compiled graphs do it, which takes half the host time of
+    torch.empty, but does not fill memory if deterministic algorithms are enabled."""
+
+    def general(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+    if device.type != "cuda":
+        return lambda: general
+    index = device.index
+    return lambda: _empty_strided_cuda if _current_device() == index and not _deterministic() else general
 
 
 WEIGHTED = PLAIN._replace(weighted=True)
@@ -55,17 +61,17 @@ class Outputs:
         self._world_size, self._hidden, self._top_k = problem.world_size, problem.hidden_size, problem.top_k
         self._dtype = {name: dtype for dtype, name in DTYPES.items()}[problem.dtype]
         self._local = (num_local_experts,)
-        self._device = device
+        self._device, self._allocator = device, allocator(device)
 
     def dispatched(self, spec: DispatchSpec, tokens: int, num_rows: int, slots: int) -> Callable[[], DispatchTensors]:
         """Return a function that allocates the results of a dispatch of `tokens` tokens."""
-        device = self._device
+        allocator = self._allocator
         rows, scales, weights = self._received(spec, num_rows, slots)
         sent, lists, local, ids = self._placed(tokens, num_rows, spec.token_major)
-        no_scales, no_ids = NO_SCALES[device], NO_IDS[device]
+        no_scales, no_ids = NO_SCALES[self._device], NO_IDS[self._device]
 
         def make() -> DispatchTensors:
-            new = allocator(device)
+            new = allocator()
             made = (
                 new(*rows), no_scales if scales is None else new(*scales), new(*weights),
                 new(*sent), new(*lists), new(*local), new(*local), new(*local), no_ids if ids is None else new(*ids),
@@ -76,13 +82,13 @@ class Outputs:
 
     def placed(self, tokens: int, num_rows: int, token_major: bool = False) -> Placed:
         """Allocate the results of a plan."""
-        new, (sent, lists, local, ids) = allocator(self._device), self._placed(tokens, num_rows, token_major)
+        new, (sent, lists, local, ids) = self._allocator(), self._placed(tokens, num_rows, token_major)
         recv_idx = NO_IDS[self._device] if ids is None else new(*ids)
         return _new(Placed, (new(*sent), new(*lists), new(*local), new(*local), new(*local), recv_idx))
 
     def received(self, spec: DispatchSpec, num_rows: int, slots: int = 0) -> Received:
         """Allocate received rows, or rows of gradients, with their scales and weights."""
-        new = allocator(self._device)
+        new = self._allocator()
         rows, scales, weights = self._received(spec, num_rows, slots)
         return _new(Received, (new(*rows), NO_SCALES[self._device] if scales is None else new(*scales), new(*weights)))
 
@@ -107,7 +113,12 @@ class Outputs:
 
     def tokens(self, tokens: int) -> Tensor:
         """Allocate [tokens, H] for sums of rows."""
-        return allocator(self._device)((tokens, self._hidden), (self._hidden, 1), self._dtype)
+        return self.sums(tokens)()
+
+    def sums(self, tokens: int) -> Callable[[], Tensor]:
+        """Return a function that allocates [tokens, H] for sums of rows."""
+        allocator, (shape, strides, dtype) = self._allocator, _kind(self._dtype, tokens, self._hidden)
+        return lambda: allocator()(shape, strides, dtype)
 
     def scalars(self, shape: tuple[int, ...]) -> Tensor:
         """Allocate float32 for weights or their gradients."""
