@@ -36,6 +36,6 @@ def gave_up(rank: int, number: int, why: str) -> str:
     return f"rank {rank} gave up at operation {number}: {why}"
 
 
-def failed(communicator: str, why: str) -> str:
-    """Return the error of every call after a communicator has failed."""
-    return f"communicator {communicator!r} failed: {why}; destroy it and make a new one"
+def failed(communicator: str, why: str, then: str = "make a new one") -> str:
+    """Return the error of every call after a communicator has failed. ``then``: what to do once it is destroyed."""
+    return f"communicator {communicator!r} failed: {why}; destroy it and {then}"

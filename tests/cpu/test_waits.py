@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from types import SimpleNamespace
@@ -149,7 +150,7 @@ def test_ranks_that_do_not_come() -> None:
     assert differing == differing_1 == [operators, disagree]
 
     doing = "rank 0, in ep::dispatch (operation 2 of this communicator)"
-    failed, end = "communicator 'skipped' failed: ", "; destroy it and make a new one"
+    failed, end = "communicator 'skipped' failed: ", "; destroy it and make a new one on a new process group"
     awaited = "rank 1, which has called destroy"
     why = f"{doing}, waited 0.1 s for {awaited}"
     assert skipped == [f"{failed}{why}{end}"] * 2
@@ -165,6 +166,26 @@ def test_ranks_that_do_not_come() -> None:
     why = "rank 0 gave up at operation 1: ep::dispatch: OutOfMemoryError: no room"
     assert within == ["no room", f"{failed}{why}{end}"]
     assert within_1 == [f"{failed}rank 1, {of}, stopped because {why}{end}"] * 2
+
+
+def uses_the_group_again() -> None:
+    """Rank 1 leaves, so rank 0 gives up a collective that has not ended: an all_gather of 14 numbers. A later one would
+    receive them."""
+    rank, comm = dist.get_rank(), on_a_group("again", 5.0)
+    group = comm.group
+    if rank == 0:
+        raised(comm.dispatch, *toy.inputs(5, seed=rank))
+    with contextlib.suppress(RuntimeError):
+        comm.destroy()
+    gathered = [torch.zeros(14, dtype=torch.int64) for _ in range(2)]
+    raised(dist.all_gather, gathered, torch.full((14,), rank + 1), group)
+    with pytest.raises(RuntimeError):
+        toy.communicator(group=group, name="anew")
+    assert not any(map(torch.any, gathered))
+
+
+def test_a_process_group_is_not_used_again() -> None:
+    run_ranks(2, uses_the_group_again)
 
 
 class Never:
@@ -191,11 +212,11 @@ def test_who_is_named_and_who_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "store_of", lambda group, number: store)
     monkeypatch.setattr(waits, "has_left", lambda group, number, rank: rank == 3)
     monkeypatch.setattr(waits, "gone", lambda group, number: None)
+    monkeypatch.setattr(waits, "disconnect", lambda group, peer: closed.append((peer - 1) % 4))
 
     def rank_of(rank: int, timeout: float) -> waits.Waits:
-        backend = SimpleNamespace(abort=lambda: closed.append(rank))
-        group, config = SimpleNamespace(_get_backend=lambda device: backend), SimpleNamespace(timeout=timeout)
-        member: Any = SimpleNamespace(name="four", rank=rank, world_size=4, group=group, number=1, config=config)
+        config = SimpleNamespace(timeout=timeout)
+        member: Any = SimpleNamespace(name="four", rank=rank, world_size=4, group=None, number=1, config=config)
         made = waits.Waits(member)
         made.begin("ep::dispatch")
         return made

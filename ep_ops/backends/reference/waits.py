@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...config import Member, patience
@@ -26,6 +27,8 @@ MOMENT = 1.0
 """Seconds, or a hundredth of the timeout if that is less, after which a rank that waits notes where it is."""
 PAUSE = 1.0
 """The most seconds between two looks at what other ranks say."""
+UNSENT = 2**31 - 1
+"""Tag of a message that nobody sends."""
 GRACE = 0.05
 """Seconds that a peer has to say why it has closed its connections."""
 
@@ -156,8 +159,7 @@ class Waits:
     def _hear(self, doing: str) -> None:
         """Fail if another rank has."""
         if (cause := self._read("failed")) is not None:
-            self.failed = failure_text.failed(self._name, failure_text.stopped(doing, cause))
-            self._disconnect()
+            self._end_with(failure_text.stopped(doing, cause))
 
     def _fail(self, why: str) -> None:
         """Fail with a cause, or with that of a rank that was first."""
@@ -165,14 +167,14 @@ class Waits:
         first = self._ask("compare_set", "failed", "", why)
         if first is not None and (cause := first.decode()) != why:
             why = failure_text.stopped(self._doing(), cause)
-        self.failed = failure_text.failed(self._name, why)
-        self._disconnect()
+        self._end_with(why)
 
-    def _disconnect(self) -> None:
-        """Close this rank's connections, which ends the collectives in progress on all ranks. The process group is out
-        of step, and destroying it would wait for these collectives."""
+    def _end_with(self, why: str) -> None:
+        """End the communicator, and the collectives of its process group. That is out of step: a later collective would
+        receive the data of those in progress."""
+        self.failed = failure_text.failed(self._name, why, "make a new one on a new process group")
         with contextlib.suppress(RuntimeError):
-            self.group._get_backend(torch.device("cpu")).abort()
+            disconnect(self.group, (self._rank + 1) % self._world_size)
 
     def _read(self, key: str) -> str | None:
         if not self._ask("check", [key]):
@@ -220,8 +222,19 @@ def _ended(work: Any, seconds: float) -> bool:
     return True
 
 
+def disconnect(group: Any, peer: int) -> None:
+    """Close this rank's connections, which ends all collectives of the group with an error, on all its ranks. ``peer``:
+    another rank of the group."""
+    backend: Any = group._get_backend(torch.device("cpu"))
+    if isinstance(backend, getattr(dist, "ProcessGroupGloo", ())):
+        # Its `abort` does nothing, but a receive that times out closes all connections.
+        backend.recv([torch.empty(1)], peer, UNSENT).wait(timedelta(milliseconds=1))
+    else:
+        backend.abort()
+
+
 def _keep(group: Any) -> None:
-    """Never destroy a process group. Closing its connections does not end a collective that waits to send, and the
+    """Never destroy a process group, some of which do not end a collective in progress when they are closed. The
     destructor would wait for it until its deadline."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
