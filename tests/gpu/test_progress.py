@@ -62,6 +62,13 @@ def comms() -> Iterator[dict[str, tuple[ep_ops.Communicator, ep_ops.Communicator
             comm.destroy()
 
 
+def room_for_two(comm: ep_ops.Communicator) -> None:
+    """Skip a test whose two communicators find no room for the blocks that wait for each other."""
+    launcher = of_kernels(comm)._launcher
+    if launcher.multiprocessors < 2 * residency.needed(launcher.problem):
+        pytest.skip(f"two communicators at once need more than {launcher.multiprocessors} multiprocessors")
+
+
 class Steps:
     """Round trips of whole numbers, whose results are known."""
 
@@ -123,6 +130,7 @@ def test_blocks_that_stay(kind, taken, comms, together) -> None:
 def test_two_communicators_in_opposite_order(first, second, comms, together) -> None:
     """Operations of two communicators on two streams of each rank end, although what one rank launches first is last at
     the next one."""
+    room_for_two(comms[first][0])
     both = [Steps(comms[first][0], 1), Steps(comms[second][1], 2)]
     order = both if ranks()[0] % 2 == 0 else both[::-1]
     torch.cuda.synchronize()
@@ -167,6 +175,7 @@ def test_nccl_in_opposite_order(kind, comms, together) -> None:
 def test_dependents_do_not_take_the_gpu(comms, together) -> None:
     """A kernel that is launched ahead of its turn behind an operation, and fills the GPU, does so when the operation
     has seen its peers: until then another communicator's finds room, in whatever order ranks launch them."""
+    room_for_two(comms["few"][0])
     both = [Steps(comms["few"][0], 4), Steps(comms["few"][1], 5)]
     order = both if ranks()[0] % 2 == 0 else both[::-1]
     sms = torch.cuda.get_device_properties("cuda").multi_processor_count
@@ -223,6 +232,7 @@ class Layers(Steps):
 def test_experts_behind_a_dispatch(before, comms, together) -> None:
     """The first GEMM is launched ahead of its turn behind a dispatch, the second behind the first, and the combine
     behind that. Two communicators run such layers on two streams; neighboring ranks launch them in opposite order."""
+    room_for_two(comms["both"][0])
     both = [Layers(comm, 7 + i, before) for i, comm in enumerate(comms["both"])]
     order = both if ranks()[0] % 2 == 0 else both[::-1]
     torch.cuda.synchronize()
