@@ -397,7 +397,5 @@ def test_leaving_by_an_exception() -> None:
     assert quiet == "", "rank 0 leaves its block without an error"
     doing = "rank 0, in ep::dispatch (operation 3 of this communicator)"
     why = f"{doing}, stopped because rank 1 left the block of the communicator: KeyError: 'not found'"
-    assert (
-        waits
-        == f"RuntimeError: communicator 'left' failed: {why}; destroy it and make a new one on a new process group"
-    )
+    failed = f"communicator 'left' failed: {why}; destroy it and make a new one on a new process group"
+    assert waits == f"RuntimeError: {failed}"
