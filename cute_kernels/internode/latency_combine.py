@@ -130,11 +130,7 @@ class LatencyCombineAcross(LatencyCombine):
     ) -> tuple[Int32, Order]:  # fmt: skip
         """By a whole warp: a lane's row of a token, if it is here, and its copies in the order of addition."""
         p = self.problem
-        row, expert = Int32(-1), Int32(-1)
-        if lane < p.top_k:
-            entry = token * p.top_k + lane
-            row = args.send_rows[entry]
-            expert = args.topk_idx[entry]
+        row, expert = self.entry_of(args, token, lane)
         copies = copies_of(p, expert, row)
         if copies.holder != ranks.rank:
             row = Int32(-1)

@@ -141,14 +141,20 @@ class LatencyCombine(CombineSender):
         report_bad_row(ranks, last, args.num_rows)
 
     @cute.jit
+    def entry_of(self, args: LatencyCombineArgs, token: Int32, lane: Int32) -> tuple[Int32, Int32]:
+        """Return the row and the expert of a lane's entry (of k) of a token, -1 for none."""
+        row, expert = Int32(-1), Int32(-1)
+        if lane < self.problem.top_k:
+            entry = token * self.problem.top_k + lane
+            row = args.send_rows[entry]
+            expert = args.topk_idx[entry]
+        return row, expert
+
+    @cute.jit
     def named(self, ranks: sync.Ranks, args: LatencyCombineArgs, token: Int32, lane: Int32) -> Named:
         """Return which copies of a token exist, and which of them have rows."""
         p = self.problem
-        row, expert = Int32(-1), Int32(-1)
-        if lane < p.top_k:
-            entry = token * p.top_k + lane
-            row = args.send_rows[entry]
-            expert = args.topk_idx[entry]
+        row, expert = self.entry_of(args, token, lane)
         holder = holder_of(p, expert)
         names = expert >= 0 and expert < p.num_experts
         holders = set_of(p, holder, names)

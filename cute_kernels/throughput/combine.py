@@ -244,23 +244,34 @@ class Combine(SlicedKernel):
 
 
 @dataclass(frozen=True)
-class PushAdder(RowAdder):
-    """Adds the rows of copies at this rank, and pushes the sums. An item is a copy."""
+class CombineAdder(RowAdder):
+    """Adds rows of this rank's experts, or only sums that ranks have pushed."""
 
     kernel: Combine
-    encodes: ClassVar[bool] = True
+
+    @property
+    def adds_rows(self) -> bool:
+        """Whether it adds rows of experts."""
+        return self.encodes or self.own
 
     @property
     def slices(self) -> Slices:
-        return self.kernel.slices
+        return self.kernel.slices if self.adds_rows else self.kernel.sum_slices
 
     @property
     def weighted(self) -> bool:
-        return self.kernel.weighted
+        return self.kernel.weighted and self.adds_rows
 
     @property
     def wire(self) -> SumSlices | None:
         return self.kernel.in_format
+
+
+@dataclass(frozen=True)
+class PushAdder(CombineAdder):
+    """Adds the rows of copies at this rank, and pushes the sums. An item is a copy."""
+
+    encodes: ClassVar[bool] = True
 
     @cute.jit
     def items(self, ranks: sync.Ranks, walk: Walk) -> Int32:
@@ -330,22 +341,12 @@ class PushAdder(RowAdder):
 
 
 @dataclass(frozen=True)
-class OwnerAdder(RowAdder):
+class OwnerAdder(CombineAdder):
     """Adds the sums of this rank's tokens, which other ranks and this one have pushed. An item is a token."""
-
-    kernel: Combine
-
-    @property
-    def slices(self) -> Slices:
-        return self.kernel.sum_slices
 
     @property
     def extra(self) -> bool:
         return self.kernel.residual
-
-    @property
-    def wire(self) -> SumSlices | None:
-        return self.kernel.in_format
 
     def bases(self, ranks: sync.Ranks, args: ThroughputCombineArgs) -> RowBases:
         """Return the addresses of the rows to add."""
@@ -466,14 +467,6 @@ class OwnRowsAdder(OwnerAdder):
     the other rank's sum (`Combine.adds_own`). Lanes below OTHER_LANE have the rows, and OTHER_LANE the sum."""
 
     own: ClassVar[bool] = True
-
-    @property
-    def slices(self) -> Slices:
-        return self.kernel.slices
-
-    @property
-    def weighted(self) -> bool:
-        return self.kernel.weighted
 
     def bases(self, ranks: sync.Ranks, args: ThroughputCombineArgs) -> RowBases:
         return RowBases(args.y, args.residual, ranks.view("rows").base)
