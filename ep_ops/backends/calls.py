@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,12 +13,14 @@ from .base import Backend, Prepared
 
 MOST_CALLS = 1024
 """The calls that a communicator remembers: at least half of them, those used last."""
+MOST_GUARDS = 4
+"""The combinations of modes and of tensors that require gradients for which a call remembers that it was checked."""
 
 
 class Call:
     """A call with given sizes and shapes."""
 
-    __slots__ = ("absent", "accepts", "others", "run", "seen")
+    __slots__ = ("absent", "accepts", "checked", "others", "run", "seen")
 
     def __init__(self, run: Callable[[Any], Any]) -> None:
         self.run = run
@@ -32,6 +34,9 @@ class Call:
         """Whether one of the tensors is None, which ``accepts`` does not take."""
         self.others: tuple[Any, ...] = ()
         """The arguments behind the tensors."""
+        self.checked: list[Callable[..., bool]] = []
+        """Guards like ``accepts`` for other modes, and for tensors that require gradients: of tensors that have passed
+        the checks of the operator's implementation."""
 
     def remember(self, given: tuple[Tensor | None, ...], others: tuple[Any, ...]) -> None:
         """Accept tensors like these from the second time on; a call that comes once is not worth its guard."""
@@ -40,12 +45,23 @@ class Call:
             return
         tensors = tuple(tensor for tensor in given if tensor is not None)
         self.absent, self.others = len(tensors) < len(given), others
-        sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
-        strides: list[Any] = [
-            [None if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-            for tensor in tensors
-        ]
-        self.accepts = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        self.accepts = _guard(tensors)
+
+    def add_checked(self, tensors: list[Tensor]) -> None:
+        """Accept tensors like these, which have passed all checks."""
+        if len(self.checked) < MOST_GUARDS:
+            self.checked.append(_guard(tensors))
+
+
+def _guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Return a function that returns whether tensors are like these: types, dtypes, devices, sizes, strides, whether
+    they require gradients, and modes."""
+    sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
+    strides: list[Any] = [
+        [None if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        for tensor in tensors
+    ]
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
 class CallCache(dict[Any, Call]):

@@ -8,7 +8,7 @@ goes directly to the implementation, or to the autograd function around it. ``to
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -111,6 +111,9 @@ class RememberedOp(Op):
         """Functions of the record of the arguments. ``key`` returns what identifies a call of an operator with
         ``topk_idx``: specification and sizes. ``repeat`` returns the results of a call like an earlier one, which is
         not checked again; None: there is no such call. ``call`` returns the results of any call."""
+        self.guarded = _generated(_GUARDED, self, {})["guarded"]
+        """Function of the record of the arguments: the tensors whose checks a guard can replace, without those that are
+        None, or None if some argument needs its check. May raise if the arguments are invalid."""
 
 
 class _Positions(NamedTuple):
@@ -164,10 +167,13 @@ def _remembering(
 ) -> tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[[Any], Any]]:
     """Return ``key``, ``repeat`` and ``call`` of an operator. They are closures, because they are part of every step of
     a decoder."""
-    positions = _positions(op.schema)
-    leading, other, *_, name, _, recognized = positions
+    leading, other, *_, name, _, recognized = _positions(op.schema)
     key, living = _key_of(op), registry.living
-    repeat = _repeating(op, positions, interrupted) if recognized else _never
+    repeat = _never
+    if recognized:
+        scope = {"op": op, "living": living, "interrupted": interrupted}
+        scope |= {"_is_intercepted": _is_intercepted, "reject_thread": reject_thread}
+        repeat = _generated(_REPEAT, op, scope)["repeat"]
 
     def call(a: Any) -> Any:
         if not _is_grad_enabled() or _is_intercepted() or not _asks(*a):
@@ -216,37 +222,49 @@ def repeat(a):
     finally:
         busy.release()
 """
-"""The function ``repeat`` of an operator. It is generated as text, as namedtuple does, because loops over the arguments
-take a noticeable part of a decode step."""
+_GUARDED = """
+def guarded(a):
+    {tensors} = given = a[:{leading}]
+    if {other_given} or {unlike} or {nested} or {all_misaligned}:
+        return None
+    return {given}
+"""
 
 
-def _repeating(op: RememberedOp, at: _Positions, interrupted: Callable[..., None]) -> Callable[[Any], Any]:
-    """Return the function ``repeat`` of an operator whose calls are remembered."""
-    names = [argument.name for argument in op.schema.arguments]
+def _generated(text: str, op: RememberedOp, scope: dict[str, Any]) -> dict[str, Any]:
+    """Return ``scope`` with the functions of an operator that a text defines. They are generated, as namedtuple does,
+    because loops over the arguments take a noticeable part of a decode step."""
+    at, names = _positions(op.schema), [argument.name for argument in op.schema.arguments]
     tensors = names[: at.leading]
-    optional = names[at.one] if at.one != at.ids else ""
-    given = [name for name in tensors if name != optional]
-    rows, ids = names[at.rows], names[at.ids]
-    accepted, nested = f"known.accepts({', '.join(tensors)})", [f"{name}.is_nested" for name in given]
+    optional = [argument.name for argument in op.schema.arguments[: at.leading] if str(argument.type) != "Tensor"]
+    known = [name for name in tensors if name not in optional]
+
+    def each(condition: str, among: Sequence[str]) -> list[str]:
+        """Return the condition for each of the tensors."""
+        return [
+            f"({name} is not None and {condition.format(name)})" if name in optional else condition.format(name)
+            for name in among
+        ]
+
+    accepted, absent, given = f"known.accepts({', '.join(tensors)})", "False", "given"
     if optional:
-        accepted = f"(known.accepts({', '.join(given)}) if absent else {accepted})"
-        nested.append(f"{optional} is not None and {optional}.is_nested")
-    misaligned = f"{rows}.data_ptr() % {_ALIGNED}"
-    if at.lists:
-        misaligned += f" or {names[at.lists]}.data_ptr() % {_ALIGNED // 2}"
-    text = _REPEAT.format(
-        operator=op.name, leading=at.leading, name=at.name, rows=rows, ids=ids, tensors=f"{', '.join(tensors)},",
+        absent = f"{optional[0]} is None"
+        accepted = f"(known.accepts({', '.join(known)}) if absent else {accepted})"
+        given = "[tensor for tensor in given if tensor is not None]"
+    unaligned = f"{{}}.data_ptr() % {_ALIGNED}"
+    lists = [f"{names[at.lists]}.data_ptr() % {_ALIGNED // 2}"] if at.lists else []
+    text = text.format(
+        operator=op.name, leading=at.leading, name=at.name, rows=names[at.rows], ids=names[at.ids],
+        tensors=f"{', '.join(tensors)},",
         other_given=f"a[{at.other}] is not None" if at.other else False,
-        nested=" or ".join(nested),  # guards would end the process
+        nested=" or ".join(each("{}.is_nested", tensors)),  # guards would end the process
         unlike=" or ".join(f"type(a[{i}]) is not {kind.__name__}" for i, kind in at.types) or False,  # 1 equals True
-        misaligned=misaligned, absent=f"{optional} is None" if optional else False, accepted=accepted,
+        misaligned=" or ".join([unaligned.format(names[at.rows]), *lists]),
+        all_misaligned=" or ".join([*each(unaligned, tensors[: at.ids]), *lists]) or False,  # rows and their weights
+        absent=absent, accepted=accepted, given=given,
     )  # fmt: skip
-    scope: dict[str, Any] = {
-        "_is_intercepted": _is_intercepted, "living": registry.living, "op": op, "reject_thread": reject_thread,
-        "interrupted": interrupted,
-    }  # fmt: skip
     exec(text, scope)
-    return scope["repeat"]
+    return scope
 
 
 def _never(a: Any) -> Any:

@@ -11,6 +11,7 @@ from . import eager
 from .once import once
 
 LIBRARY = torch.library.Library("ep", "DEF")
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 CONTIGUOUS = torch.Tag.needs_contiguous_strides
 
 
@@ -54,4 +55,15 @@ def differentiate(op: eager.Op, backward: Callable[..., Any], save: Callable[...
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(opaque)}
     function: Any = type(f"ep_{op.name}", (torch.autograd.Function,), members)
-    op.differentiable = function.apply
+    plainly: Any = super(torch.autograd.Function, function).apply
+    tensors = [i for i, argument in enumerate(op.schema.arguments) if "Tensor" in str(argument.type)]
+
+    def apply(*args: Any) -> Any:
+        # The method of Function first unwraps tensors that ended transforms of torch.func have left, for which it calls
+        # two functions for each argument.
+        for i in tensors:
+            if args[i] is not None and _is_wrapped(args[i]):
+                return function.apply(*args)
+        return plainly(*args)
+
+    op.differentiable = apply

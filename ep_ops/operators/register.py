@@ -39,13 +39,18 @@ def _reject(name: str, comm: Living, a: Args, error: Exception) -> NoReturn:
 
 
 def _accepted(op: Operator, comm: Living, a: Args) -> Call:
-    """Return the call of these sizes and this specification, after checking all arguments."""
+    """Return the call of these sizes and this specification, after checking all arguments. A guard replaces the checks
+    of arguments like those of an earlier call."""
     if op.split:
         checks.flight(getattr(a, "flight", None))
-    key = found = prepared = None
+    key = found = prepared = given = None
     try:
         key = op.registered.key(a)
         found = comm.calls[key]
+        if found is not None:
+            given = op.registered.guarded(a)
+            if given is not None and any(accepts(*given) for accepts in found.checked):
+                return found
     except Exception:  # invalid, which the check finds
         pass
     if found is None and (spec := spec_of(a)) is not None:
@@ -55,6 +60,8 @@ def _accepted(op: Operator, comm: Living, a: Args) -> Call:
             prepared = comm.calls.prepare(spec)
     op.check(comm, a)
     if found is not None:
+        if given is not None:
+            found.add_checked(given)
         return found
     if op.starts is not None:
         made = Call(_wait(op, comm, prepared))
@@ -138,15 +145,20 @@ def _batched(op: Operator) -> Callable[..., Any]:
 
 
 def _register_gradient(op: Operator) -> None:
-    record, gradient = op.arguments, op.gradient
+    record, gradient, new = op.arguments, op.gradient, tuple.__new__
+    whole = len(record._fields)
     assert gradient is not None
+
+    def of(values: tuple[Any, ...]) -> Any:
+        """Return a record of the arguments, of which compiled graphs leave out the last ones if they are defaults."""
+        return new(record, values) if len(values) == whole else record(*values)
 
     def asked(ctx: Any) -> Any:
         # In setup_context behind the dispatcher, torch appends a flag for an argument of its own.
-        return record(*ctx.needs_input_grad[: len(record._fields)])
+        return of(ctx.needs_input_grad[:whole])
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        gradient.save(ctx, record(*inputs), asked(ctx), output)
+        gradient.save(ctx, of(inputs), asked(ctx), output)
 
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         by_name = gradient.backward(ctx, asked(ctx), *grads)

@@ -60,3 +60,24 @@ def many(comm: ep_ops.Communicator, *args: Any, **more: Any) -> Any:
     for _ in range(3):
         sent = comm.dispatch(*args, **more)
     return sent
+
+
+def no_longer_aligned(x: torch.Tensor) -> torch.Tensor:
+    moved = torch.empty(x.numel() + 2, dtype=x.dtype)[2:].view_as(x).copy_(x)
+    assert moved.data_ptr() % 16 == 8, "which is not enough"
+    return moved
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "dtype": (lambda x, idx, w: (x.double(), idx, w), "x has dtype torch.float64"),
+    "shape": (lambda x, idx, w: (x[:, :4], idx, w), "x has shape"),
+    "fewer rows": (lambda x, idx, w: (x[:2], idx, w), "x has shape"),
+    "strides": (lambda x, idx, w: (x.T.contiguous().T, idx, w), "allowed: contiguous"),
+    "address": (lambda x, idx, w: (no_longer_aligned(x), idx, w), "multiples of 16 bytes"),
+    "no tensor": (lambda x, idx, w: (x.tolist(), idx, w), "x is a list"),
+    "weights": (lambda x, idx, w: (x, idx, w[:, :1]), "topk_weights has shape"),
+    "ids": (lambda x, idx, w: (x, idx.float(), w), "topk_idx has dtype"),
+    "no dimensions": (lambda x, idx, w: (x[0, 0], idx, w), r"x has shape \(\)"),
+    "ids without dimensions": (lambda x, idx, w: (x, idx[0, 0], w), r"topk_idx has shape \(\)"),
+}
+"""Change of (x, topk_idx, topk_weights) that a dispatch rejects, and the reason."""

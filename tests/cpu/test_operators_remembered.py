@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_rank import communicator, direct_calls, given, many
+from one_rank import WRONG, communicator, direct_calls, given, many
 
 import ep_ops
 from ep_ops.backends import calls as remembered
@@ -24,26 +24,6 @@ def comm() -> Iterator[ep_ops.Communicator]:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return direct_calls(monkeypatch)
-
-
-def no_longer_aligned(x: torch.Tensor) -> torch.Tensor:
-    moved = torch.empty(x.numel() + 2, dtype=x.dtype)[2:].view_as(x).copy_(x)
-    assert moved.data_ptr() % 16 == 8, "which is not enough"
-    return moved
-
-
-WRONG = {
-    "dtype": (lambda x, idx, w: (x.double(), idx, w), "x has dtype torch.float64"),
-    "shape": (lambda x, idx, w: (x[:, :4], idx, w), "x has shape"),
-    "fewer rows": (lambda x, idx, w: (x[:2], idx, w), "x has shape"),
-    "strides": (lambda x, idx, w: (x.T.contiguous().T, idx, w), "allowed: contiguous"),
-    "address": (lambda x, idx, w: (no_longer_aligned(x), idx, w), "multiples of 16 bytes"),
-    "no tensor": (lambda x, idx, w: (x.tolist(), idx, w), "x is a list"),
-    "weights": (lambda x, idx, w: (x, idx, w[:, :1]), "topk_weights has shape"),
-    "ids": (lambda x, idx, w: (x, idx.float(), w), "topk_idx has dtype"),
-    "no dimensions": (lambda x, idx, w: (x[0, 0], idx, w), r"x has shape \(\)"),
-    "ids without dimensions": (lambda x, idx, w: (x, idx[0, 0], w), r"topk_idx has shape \(\)"),
-}
 
 
 @torch.no_grad()
