@@ -34,7 +34,7 @@ class RaiseAlarm(Kernel):
 
     @cute.kernel
     def kernel(self, args: AlarmArgs) -> None:
-        ranks = sync.Ranks(Heap(self.problem), args.ranks)
+        ranks = sync.Ranks(Heap.of(self.problem), args.ranks)
         tid, _, _ = arch.thread_idx()
         if args.text != 0:
             # Ranks of other domains receive the alarm without the reason.

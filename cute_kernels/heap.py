@@ -7,7 +7,7 @@ operation e - 1 with its hello flag (sync.py), and an operation does not end bef
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 MOST_RANKS = 72
@@ -310,6 +310,12 @@ def _padded(nbytes: int) -> int:
 class Heap:
     """Layout of the symmetric memory of one rank: `section` of each buffer, byte `offset` of its first bank, `distance`
     to its second, `size` of one in bytes. `guards`: where the bytes that nobody touches begin and end."""
+
+    @classmethod
+    @cache
+    def of(cls, *sizes: Any) -> Any:
+        """Return the layout for the arguments of the class, computed once for equal ones."""
+        return cls(*sizes)
 
     def __init__(self, p: Problem) -> None:
         self.problem = p

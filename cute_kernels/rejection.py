@@ -64,7 +64,7 @@ class Reject(Kernel):
     @cute.kernel
     def kernel(self, args: RejectArgs) -> None:
         world_size = self.problem.world_size
-        heap = LatencyHeap(self.problem, self.tokens) if self.tokens else Heap(self.problem)
+        heap = LatencyHeap.of(self.problem, self.tokens) if self.tokens else Heap.of(self.problem)
         ranks = sync.Ranks(heap, args.ranks)
         tid, _, _ = arch.thread_idx()
         leave_reason(ranks, args.text, THREADS)

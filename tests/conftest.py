@@ -1,5 +1,6 @@
 """Its place makes ``tests/`` importable: ``import cases`` works in every test below."""
 
+import gc
 import os
 import random
 import shutil
@@ -26,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Processes of pytest-xdist, and workers of tests, inherit the folder from the process that starts them. Ranks under
     torchrun have one in common.
     """
+    gc.disable()  # until all modules are imported
     if hasattr(config, "workerinput"):
         return
     drawing.text()  # the same for all processes of the run
@@ -42,6 +44,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["EP_OPS_TEST_KERNELS"] = str(kernels)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def pytest_collection_finish() -> None:
+    """Keep modules and test cases, which are most of all objects, out of the garbage collections of the tests."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_report_header() -> str:

@@ -180,7 +180,7 @@ class Courier(Kernel):
 
     @cute.kernel
     def kernel(self, args: CourierArgs) -> None:
-        ranks = sync.Ranks(Heap(self.problem), args.ranks)
+        ranks = sync.Ranks(Heap.of(self.problem), args.ranks)
         block, _, _ = arch.block_idx()
         mailbox, served = mailbox_of(ranks), ptx.ld_u64(args.served)
         draw = Uint32(args.seed + block * 40503 + Int32(served) * 7919)
@@ -232,7 +232,7 @@ class Gate(Kernel):
 
     @cute.kernel
     def kernel(self, args: GateArgs) -> None:
-        ranks = sync.Ranks(Heap(self.problem), args.ranks)
+        ranks = sync.Ranks(Heap.of(self.problem), args.ranks)
         if arch.lane_idx() < args.couriers:
             served, start = ptx.ld_u64(args.served), Int64(arch.globaltimer())
             came = mailbox_of(ranks) + (CAME + arch.lane_idx()) * 8

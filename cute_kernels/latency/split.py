@@ -31,7 +31,7 @@ class SplitOperation:
 
     @property
     def heap(self) -> LatencyHeap:
-        return LatencyHeap(self.problem, self.tokens)
+        return LatencyHeap.of(self.problem, self.tokens)
 
     @property
     def name(self) -> str:

@@ -141,7 +141,7 @@ class Combine(SlicedKernel):
     @cute.kernel
     def kernel(self, args: ThroughputCombineArgs) -> None:
         bid, blocks = block_ids()
-        ranks = sync.Ranks(Heap(self.problem), args.ranks)
+        ranks = sync.Ranks(Heap.of(self.problem), args.ranks)
         p, rings = self.problem, (self.ring, self.sum_ring)
         tid, _, _ = arch.thread_idx()
         if bid == 0:

@@ -72,7 +72,7 @@ class Gather(SlicedKernel):
         p, shape = self.problem, self.ring
         tid, _, _ = arch.thread_idx()
         bid, blocks = block_ids()
-        ranks = sync.Ranks(Heap(p), args.ranks)
+        ranks = sync.Ranks(Heap.of(p), args.ranks)
         # Earlier kernels wrote the rows, bulk copies of the peers read them.
         sync.fence_async()
         if bid == 0:

@@ -118,7 +118,7 @@ class Publish(Kernel):
     @cute.kernel
     def kernel(self, args: Any) -> None:
         bid, blocks = block_ids()
-        ranks = sync.Ranks(Heap(self.problem), args.ranks)
+        ranks = sync.Ranks(Heap.of(self.problem), args.ranks)
         if bid == 0:
             operation.say_hello(ranks, thread_id(), THREADS, True)
 

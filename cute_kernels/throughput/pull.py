@@ -110,7 +110,7 @@ class Pull(Kernel):
         bid, _, _ = arch.block_idx()
         # Where a publish kernel goes before, it may run still. The epoch, x and a known route are read all the same:
         # they were written before that kernel began, since that is no dependent launch itself (publish.py).
-        ranks = sync.Ranks(Heap(p), args.ranks)
+        ranks = sync.Ranks(Heap.of(p), args.ranks)
         if const_expr(self.begins_operation):
             if bid == 0:
                 operation.say_hello(ranks, tid, 32 * (shape.warps + 1), True)

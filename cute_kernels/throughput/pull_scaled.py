@@ -77,7 +77,7 @@ class PullScaled(SlicedKernel):
         bid, _, _ = arch.block_idx()
         # The epoch, grad_out, y and the route were written before the publish kernel began, which may run still: that
         # one is no dependent launch itself (publish.py).
-        ranks = sync.Ranks(Heap(self.problem), args.ranks)
+        ranks = sync.Ranks(Heap.of(self.problem), args.ranks)
         if const_expr(self.begins_operation):
             if bid == 0:
                 operation.say_hello(ranks, tid, 32 * (self.WARPS + 1), True)

@@ -4,3 +4,5 @@ import os
 
 # Inductor would start processes of its own beside each of pytest's, for a few small kernels.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Inductor would start five processes in each process that compiles C++, to test whether vector instructions work.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")

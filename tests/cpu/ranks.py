@@ -19,6 +19,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import faulthandler
+import gc
 import os
 import pickle
 import queue
@@ -152,6 +153,7 @@ def close_pools() -> None:
 
 
 def _worker(pipe: Connection, rank: int, world_size: int) -> None:
+    gc.freeze()  # collections would copy all memory that this process shares with the one it is a fork of
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides

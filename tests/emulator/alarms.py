@@ -104,7 +104,7 @@ class Deciding:
         from cute_kernels.heap import Heap
         from cute_kernels.ids import thread_id
 
-        ranks = sync.Ranks(Heap(self.problem), args.ranks)
+        ranks = sync.Ranks(Heap.of(self.problem), args.ranks)
         if thread_id() == 0:
             for tile, good in ((0, True), (1, False)):
                 sync.decide(ranks, "placed", Int32(tile), Boolean(good))

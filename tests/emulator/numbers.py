@@ -9,24 +9,29 @@ from typing import Any
 
 import numpy
 
+_int = int.__new__
+
 
 class Fixed(int):
     """An integer of so many bits. Comparisons are those of Python."""
 
     bits = width = 32
     signed = True
-    ones, most = 2**32 - 1, 2**31 - 1
+    ones, least, most = 2**32 - 1, -(2**31), 2**31 - 1
 
     def __init_subclass__(cls) -> None:
         cls.width = cls.bits
         cls.ones = 2**cls.bits - 1
         cls.most = cls.ones >> 1 if cls.signed else cls.ones
+        cls.least = cls.most - cls.ones
 
     def __new__(cls, value: Any = 0) -> Fixed:
-        number = int(value) & cls.ones
-        if number > cls.most:
-            number -= cls.ones + 1
-        return int.__new__(cls, number)
+        number = int(value)
+        if not cls.least <= number <= cls.most:
+            number &= cls.ones
+            if number > cls.most:
+                number -= cls.ones + 1
+        return _int(cls, number)
 
     def __neg__(self) -> Fixed:
         return type(self)(-int(self))
@@ -54,28 +59,28 @@ def _shifted(shift: Callable[[int, int], int]) -> Callable[[Fixed, Any], Fixed]:
     return run
 
 
-def _define(name: str, function: Callable[[int, int], int]) -> None:
+def _define(name: str) -> None:
+    function = getattr(int, f"__{name}__")
+
     def forward(left: Fixed, right: Any) -> Any:
-        if not isinstance(right, int):
-            return NotImplemented
         kind, other = type(left), type(right)
         if other is not kind and other is not int:
+            if not isinstance(right, int):
+                return NotImplemented
             kind = result_type(left, right)
-        return kind(function(int(left), int(right)))
+        return kind(function(left, right))
 
     def reflected(right: Fixed, left: Any) -> Any:
         if not isinstance(left, int):
             return NotImplemented
-        return type(right)(function(int(left), int(right)))
+        return type(right)(function(left, right))
 
     setattr(Fixed, f"__{name}__", forward)
     setattr(Fixed, f"__r{name}__", reflected)
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "xor"):
-    _define(_name, getattr(operator, _name))
-_define("and", operator.and_)
-_define("or", operator.or_)
+for _name in ("add", "sub", "mul", "floordiv", "mod", "xor", "and", "or"):
+    _define(_name)
 for _name in ("lshift", "rshift"):
     setattr(Fixed, f"__{_name}__", _shifted(getattr(operator, _name)))
     setattr(Fixed, f"__r{_name}__", lambda right, left, name=_name: getattr(type(right)(left), f"__{name}__")(right))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -63,6 +64,7 @@ def test_check(name: str, tmp_path: Path) -> None:
 
 
 def _check(name: str, seed: int, said: Path) -> None:
+    gc.freeze()  # what all forks share
     warnings.simplefilter("ignore")
     with open(said, "w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
