@@ -111,6 +111,7 @@ class ExpertModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        unsupported.watch()  # no layer may have been created in this process
         check_shards(self)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
