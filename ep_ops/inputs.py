@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .config import most_token_rows
 from .group.survivors import ExpertIds
-from .records import DISTINCT, GROUPED, PADDED, TOKEN_MAJOR, Route, is_ordinary, whole, wrong_type
+from .records import DISTINCT, GROUPED, INT32_LIMIT, PADDED, TOKEN_MAJOR, Route, is_ordinary, whole, wrong_type
 
 
 class Wanted(Protocol):
@@ -101,14 +101,14 @@ def to_send(
     wanted: Wanted, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, tuple[int, ...] | None]:
     """Return the tensors for a dispatch and the ``batch`` of its route. ValueError if leading dimensions differ."""
-    if (  # no conversion is needed, which is checked fast for decode steps
+    if (  # at most the ids are converted, which is checked fast for decode steps
         wanted.expert_ids is None
         and getattr(x, "dtype", None) is wanted.dtype
-        and getattr(topk_idx, "dtype", None) is torch.int32
+        and (kind := getattr(topk_idx, "dtype", None)) in (torch.int32, torch.int64)
         and topk_idx.ndim == x.ndim == 2
         and (topk_weights is None or getattr(topk_weights, "dtype", None) is wanted.weights_dtype)
     ):
-        return x, topk_idx, topk_weights, None
+        return x, topk_idx if kind is torch.int32 else ids(topk_idx), topk_weights, None
     batch = _batch(x)
     if convertible(x):
         _check_leading("topk_idx", topk_idx, x, batch)
@@ -212,7 +212,11 @@ def ids(topk_idx: Tensor) -> Tensor:
         return topk_idx
     if topk_idx.dim() > 2:
         topk_idx = topk_idx.flatten(0, -2)
-    return topk_idx.clamp(-2, 2**31 - 1).to(torch.int32) if topk_idx.dtype == torch.int64 else topk_idx
+    return _narrow(topk_idx) if topk_idx.dtype == torch.int64 else topk_idx
+
+
+def _narrow(topk_idx: Tensor) -> Tensor:
+    return topk_idx.clamp(-2, INT32_LIMIT - 1).to(torch.int32)
 
 
 def _own(wanted: Wanted, topk_idx: Tensor) -> Tensor:

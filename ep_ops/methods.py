@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 _A = TypeVar("_A", DispatchArgs, DispatchStartArgs)
 _new = tuple.__new__  # makes records in a third of the time
 _is_grad_enabled = torch.is_grad_enabled
+_SCALES = DispatchArgs._fields.index("scales")
 
 
 class Methods:
@@ -200,7 +201,8 @@ class Methods:
             gradients if zeros is None else zeros))  # fmt: skip
         if exact:
             return self._dispatch_exactly(a, max_tokens)
-        if not gradients and self.expert_ids is None and (out := DISPATCH.repeat(a)) is not None:
+        converts = gradients or self.expert_ids is not None or getattr(topk_idx, "dtype", None) is not torch.int32
+        if not converts and (out := DISPATCH.repeat(a)) is not None:
             return self._dispatched(out, a, rows, slots, None)
         a, batch = self._to_send("dispatch", a, max_tokens)
         return self._dispatched(DISPATCH.call(a), a, rows, slots, batch)
@@ -482,7 +484,8 @@ class Methods:
             reject(operator, self, error, getattr(a, "flight", 0), max_tokens)
         if x is a.x and topk_idx is a.topk_idx and topk_weights is a.topk_weights and scales is a.scales:
             return a, batch
-        return a._replace(x=x, topk_weights=topk_weights, topk_idx=topk_idx, scales=scales), batch
+        converted = x, topk_weights, topk_idx, *a[3:_SCALES], scales, *a[_SCALES + 1 :]
+        return _new(type(a), converted), batch  # in a third of the time of `_replace`
 
     def _rows(self, y: Tensor, weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor | None]:
         """Return the rows of a combine and their weights as operators take them."""

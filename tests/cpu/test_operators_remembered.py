@@ -159,6 +159,32 @@ def test_what_needs_conversion_is_not_recognized(comm, calls):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("scales", [False, True], ids=["", "scales"])
+def test_int64_ids_are_converted_before_calls_are_looked_up(comm, calls, monkeypatch, scales):
+    """A call with int64 ids is looked up once, and every other argument keeps its place."""
+    x, idx, weights = given()
+    expected = many(comm, x, idx, weights, capacity=32, zeros=True)
+    monkeypatch.setattr(table.DISPATCH, "repeat", lambda a: pytest.fail("ids are not converted"))
+    wide = idx.long()
+    wide[2, 1] = 2**32 - 1  # which must not become a valid id
+    with pytest.raises(ValueError, match=r"topk_idx\[2, 1\] is 2147483647 or more"):
+        comm.dispatch(x, wide, weights, capacity=32, zeros=True)
+    calls.clear()
+    found = comm.dispatch(x, idx.long(), weights, capacity=32, zeros=True)
+    assert calls == ["dispatch"] and found.route.topk_idx.dtype == torch.int32
+    assert torch.equal(found.x, expected.x) and torch.equal(found.route.recv_from, expected.route.recv_from)
+    taken: list[DispatchArgs] = []
+    monkeypatch.setattr(table.DISPATCH, "call", lambda a: taken.append(a) or expected)
+    monkeypatch.setattr(comm, "_dispatched", lambda *given: None)
+    by = torch.zeros(3, 1) if scales else None
+    how: dict[str, Any] = dict(layout="padded", alignment=2, slots=8, scales=by, format="f", scales_as="s", zeros=True)
+    comm.dispatch(x, idx.long(), weights, **how)
+    (a,) = taken
+    assert type(a) is DispatchArgs and a.topk_idx.dtype == torch.int32 and a.x is x and a.topk_weights is weights
+    assert a[3:] == (32, 2, 8, 6, 4, 1, comm.name, "padded", by, "f", "s", True)
+
+
+@torch.no_grad()
 def test_weights_of_token_major_rows_are_not_recognized(comm):
     """A combine of grouped rows with weights is remembered, and the tensors of both have the same shapes."""
     x, idx, weights = given()

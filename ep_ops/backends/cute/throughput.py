@@ -171,13 +171,12 @@ class ThroughputPath:
         capacity, slots, state = a.capacity, a.slots, self._state
         sizes = tokens, capacity, a.alignment, a.max_tokens, slots, published_slots(a)
         current = self._by_budget(functools.partial(self._plan_dispatch, spec, *sizes))
+        make = outputs.dispatched(spec, tokens, capacity, slots)
 
         def run(a: AnySizedDispatch) -> DispatchTensors:
             publish, pulls = current()
-            received = outputs.received(spec, capacity, slots)
-            placed = outputs.placed(tokens, capacity, spec.token_major)
-            recv_x, recv_scales, recv_weights = received
-            send_rows, arrived, offs, counts, dropped, recv_idx = placed
+            out = make()
+            recv_x, recv_scales, recv_weights, send_rows, arrived, offs, counts, dropped, recv_idx = out
             with state:
                 publish(
                     x=a.x, scales=a.scales, topk_idx=a.topk_idx, topk_weights=a.topk_weights, send_rows=send_rows,
@@ -189,7 +188,7 @@ class ThroughputPath:
                         x=a.x, arrivals=arrived, offs=offs, counts=counts, recv_x=recv_x, recv_weights=recv_weights,
                         recv_scales=recv_scales,
                     )  # fmt: skip
-            return _new(DispatchTensors, (*received, *placed))
+            return out
 
         return run
 
@@ -320,9 +319,18 @@ class ThroughputPath:
         num_rows = a.y.shape[0]
         current = self._by_budget(functools.partial(self._plan_combine, spec, num_rows, max_tokens, tokens))
 
+        make = outputs.sums(tokens)
+
         def run(a: AnyCombine) -> Tensor:
-            launches, out = current(), outputs.tokens(tokens)
+            launches, out = current(), make()
             residual = a.residual if isinstance(a, CombineArgs) else None  # split combines take none
+            if len(launches) == 1:
+                with state:
+                    launches[0](
+                        y=a.y, recv_weights=a.recv_weights, topk_idx=a.topk_idx, send_rows=a.send_rows,
+                        arrivals=a.arrivals, residual=residual, out=out,
+                    )  # fmt: skip
+                return out
             for (here, part), launch in zip(self._parts(route_in(a, num_rows)), launches, strict=True):
                 with state:
                     launch(
