@@ -226,7 +226,8 @@ def disconnect(group: Any, peer: int) -> None:
     """Close this rank's connections, which ends all collectives of the group with an error, on all its ranks. ``peer``:
     another rank of the group."""
     backend: Any = group._get_backend(torch.device("cpu"))
-    if isinstance(backend, getattr(dist, "ProcessGroupGloo", ())):
+    by_gloo = isinstance(backend, getattr(dist, "ProcessGroupGloo", ()))
+    if by_gloo:
         # Its `abort` does nothing, but a receive that times out closes all connections.
         backend.recv([torch.empty(1)], peer, UNSENT).wait(timedelta(milliseconds=1))
     else:
