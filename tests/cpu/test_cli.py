@@ -1,4 +1,4 @@
-"""The command line as a user meets it: in processes of its own."""
+"""The command line: in processes of its own, or its entry point in this one, whose ranks are processes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from forks import forks
 from ranks import run_ranks
 
 import ep_ops
@@ -29,18 +31,11 @@ from ep_ops.nn import DenseMoE, MoELayer
 
 ROOT = Path(ep_ops.__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-DEMO = [
-    sys.executable,
-    "-m",
-    "ep_ops",
-    "demo",
-    "--device",
-    "cpu",
-    "--hidden-size",
-    "32",
-    "--sequences",
-    "4",
-]
+PROGRAM = [sys.executable, "-m", "ep_ops"]
+NIGHTLY = pytest.mark.skipif(
+    os.environ.get("EP_OPS_ALL_CHECKS") != "1", reason="two compilers work for a minute: EP_OPS_ALL_CHECKS=1 runs it"
+)
+DEMO = ["demo", "--device", "cpu", "--hidden-size", "32", "--sequences", "4"]
 
 
 def run(command: list[str], timeout: float = 200, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -49,26 +44,56 @@ def run(command: list[str], timeout: float = 200, **environment: str) -> subproc
     )
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.drawn)])
-def test_demo_trains_compiled_on_two_ranks(compiler: str, tmp_path: Path) -> None:
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """Keep the handler of this process for SIGTERM, which the demo replaces."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("own_signals")
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=NIGHTLY)])
+def test_demo_trains_compiled_on_two_ranks(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The compiled demo trains on two ranks. Without a C++ compiler the graph is traced and differentiated, which takes
     a third of the time."""
-    environment = {"PATH": str(tmp_path), "CXX": ""} if compiler == "aot_eager" else {}
-    done = run([*DEMO, "--steps", "12"], timeout=280, **environment)  # two compilers beside other tests
-    assert done.returncode == 0, done.stderr
-    assert "2 rank(s), 16 experts" in done.stdout
-    assert ("no C++ compiler was found" in done.stdout) == (compiler == "aot_eager")
-    assert "self-check: loss and all gradients equal the dense model's" in done.stdout
-    assert f"backend reference, torch.float32, compiled as one graph ({compiler})" in done.stdout
-    first, last = map(float, re.search(r"^loss +([\d.]+) -> ([\d.]+) nats", done.stdout, re.M).groups())
+    if compiler == "aot_eager":
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.setenv("CXX", "")
+    assert cli.main([*DEMO, "--steps", "12"]) == 0, capfd.readouterr().err
+    said = capfd.readouterr().out
+    assert "2 rank(s), 16 experts" in said
+    assert ("no C++ compiler was found" in said) == (compiler == "aot_eager")
+    assert "self-check: loss and all gradients equal the dense model's" in said
+    assert f"backend reference, torch.float32, compiled as one graph ({compiler})" in said
+    first, last = map(float, re.search(r"^loss +([\d.]+) -> ([\d.]+) nats", said, re.M).groups())
     assert last < 0.8 * first
 
 
 def test_demo_reports_what_a_rank_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENVIRONMENT, "EP_OPS_CHECK", "2")
-    done = run([*DEMO, "--eager", "--steps", "2", "--ranks", "1"])
+    done = run([*PROGRAM, *DEMO, "--eager", "--steps", "2", "--ranks", "1"])
     assert done.returncode == 1
     assert "Traceback" in done.stderr and "check is '2'; allowed: one of '0', '1'" in done.stderr
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `launch` start forks (tests/forks.py), which have imported everything."""
+    forks()
+    start = torch.multiprocessing.start_processes
+    as_forks = {"start_method": "forkserver"}
+    monkeypatch.setattr(torch.multiprocessing, "start_processes", lambda *args, **how: start(*args, **how | as_forks))
+
+
+@pytest.mark.usefixtures("own_signals", "forked")
+def test_decode_steps(capfd: pytest.CaptureFixture[str]) -> None:
+    """The decode demo runs, and says how long a step takes."""
+    assert cli.main(["demo", "--decode", "--device", "cpu", "--steps", "2"]) == 0, capfd.readouterr().err
+    said = capfd.readouterr().out
+    assert re.search(r"2 decode steps: \d+ µs per step.*the same steps again: \d", said), said
 
 
 @pytest.mark.drawn
@@ -76,7 +101,7 @@ def test_demo_reports_what_a_rank_raised(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_signal_ends_every_process(how: str) -> None:
     """A signal ends every process, sent to all of them, or to the one that the user has started."""
     with subprocess.Popen(
-        [*DEMO, "--eager", "--steps", "1000000"],
+        [*PROGRAM, *DEMO, "--eager", "--steps", "1000000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -140,6 +165,7 @@ def test_nobody_else_reaches_the_store_of_a_launch(tmp_path: Path, monkeypatch: 
     assert all(address.partition(":")[0] in local for address in listening), listening
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_failing_rank_ends_the_waiting_one() -> None:
     """A rank that fails ends the one that waits for it, whose barrier alone would wait for 300 s, as long as a test may
     take."""
@@ -155,6 +181,7 @@ def leave_work_behind(rank: int, store: str, world_size: int) -> None:
         still_held.allgather([[torch.empty(200_000) for _ in range(world_size)]], [torch.zeros(200_000)])
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_group_that_somebody_holds_does_not_spoil_the_end() -> None:
     """A process ends well although somebody holds its process group, whose threads must not free tensors while Python
     is finalized: that aborts the process."""
@@ -190,7 +217,7 @@ def test_self_check_notices_a_wrong_weight_on_every_rank(parameter: str) -> None
 
 
 def test_doctor() -> None:
-    done = run([sys.executable, "-m", "ep_ops", "doctor"])
+    done = run([*PROGRAM, "doctor"])
     assert done.returncode == 0, done.stderr
     assert re.search(rf"^  torch +{re.escape(torch.__version__)}", done.stdout, re.M)
     titles = [line for line in done.stdout.splitlines() if not line.startswith(" ")]
@@ -248,7 +275,7 @@ def test_doctor_without_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_version() -> None:
-    done = run([sys.executable, "-m", "ep_ops", "--version"])
+    done = run([*PROGRAM, "--version"])
     assert (done.returncode, done.stdout) == (0, f"ep_ops {ep_ops.__version__}\n"), done.stderr
 
 
@@ -444,7 +471,7 @@ def test_bench_on_a_cpu_without_the_kernels_packages(kind: str, tmp_path: Path) 
     for name in ("cutlass", "cuda", "tvm_ffi"):
         (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('No module named {name}', name='{name}')")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)])])
-    command = [sys.executable, "-m", "ep_ops", "bench", kind, "--device", "cpu", *TINY[kind]]
+    command = [*PROGRAM, "bench", kind, "--device", "cpu", *TINY[kind]]
     done = run([*command, "--out", "/dev/full"], PYTHONPATH=path)
     assert done.returncode == 74, done.stderr
     assert "/dev/full cannot be written: No space left on device" in done.stderr and "Traceback" not in done.stderr
@@ -452,7 +479,7 @@ def test_bench_on_a_cpu_without_the_kernels_packages(kind: str, tmp_path: Path) 
     assert done.returncode == 0 and (tmp_path / "out.json").read_text().startswith("{"), done.stderr
 
 
-SMALL_DEMO = ["demo", "--device", "cpu", "--eager", "--steps", "4", "--sequences", "2"]
+SMALL_DEMO = ["demo", "--device", "cpu", "--eager", "--steps", "4", "--sequences", "2", "--ranks", "1"]
 
 
 @pytest.mark.parametrize(("command", "reason"), [
@@ -464,9 +491,7 @@ def test_output_that_nobody_reads_and_a_full_disk(command: list[str], reason: st
     reading, writing = os.pipe()
     os.close(reading)  # as after | head
     given = os.open("/dev/full", os.O_WRONLY) if reason else writing
-    done = subprocess.run(
-        [sys.executable, "-m", "ep_ops", *command], stdout=given, stderr=subprocess.PIPE, text=True, timeout=200
-    )
+    done = subprocess.run([*PROGRAM, *command], stdout=given, stderr=subprocess.PIPE, text=True, timeout=200)
     assert (done.returncode, "Traceback" in done.stderr) == (74, False), done.stderr
     assert f"standard output cannot be written: {reason}" in done.stderr if reason else "written" not in done.stderr
     for descriptor in {given, writing}:

@@ -221,7 +221,8 @@ COMPILED = ["whole redispatch", "whole dynamic", "turns late redispatch", "check
 
 
 @pytest.mark.parametrize(("backend", "dtype", "most", "ways"), [
-    (None, torch.bfloat16, 2e-2, EAGER), ("aot_eager", torch.float32, 1e-5, COMPILED),
+    (None, torch.bfloat16, 2e-2, EAGER), ("aot_eager", torch.float32, 1e-5, COMPILED[:2]),
+    *(pytest.param("aot_eager", torch.float32, 1e-5, [way], marks=pytest.mark.drawn) for way in COMPILED[2:]),
     pytest.param("inductor", torch.bfloat16, 2e-2, ["whole late redispatch"], marks=pytest.mark.drawn),
 ])  # fmt: skip
 def test_layers_beside_grouped_rows(backend: str | None, dtype: torch.dtype, most: float, ways: list[str]) -> None:
@@ -354,7 +355,7 @@ def _losses() -> list[list[float]]:
             ddp, losses = DistributedDataParallel(model), []
             optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
             draw = torch.Generator().manual_seed(comm.rank)
-            for _ in range(300):
+            for _ in range(60):
                 x = torch.randn(TOKENS, 8, generator=draw)
                 loss = (ddp(x) - torch.tanh(x @ teacher)).square().mean()
                 optimizer.zero_grad()
@@ -365,12 +366,12 @@ def _losses() -> list[list[float]]:
     return found
 
 
-def test_losses_of_300_steps() -> None:
+def test_losses_of_60_steps() -> None:
     """Losses fall, and those of both kinds of rows agree at every step."""
     for grouped, token_major in run_ranks(2, _losses):
         assert sum(grouped[-10:]) < 0.5 * sum(grouped[:10])
         worst = max(abs(a - b) / b for a, b in zip(token_major, grouped, strict=True))
-        assert worst < 1e-3, worst
+        assert worst < 1e-5, worst
 
 
 # ---------------------------------------------------------------------- ranks that differ, and what is rejected

@@ -16,9 +16,13 @@ import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 from cute_kernels import jit
 
 ARCHS = ("sm_90a", "sm_100a")
+DRAWN_ARCHS = ("sm_90a", pytest.param("sm_100a", marks=pytest.mark.drawn))
+"""For kernels whose instructions the architecture does not change."""
 
 
 class Built(NamedTuple):

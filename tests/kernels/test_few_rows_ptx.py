@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-from built import ARCHS, assert_in_registers, built, compiled_ptx, count
+from built import DRAWN_ARCHS, assert_in_registers, built, compiled_ptx, count
 
 from cute_kernels.gemm.few_rows import ROWS, FewRows, rows_of, tile_of
 from cute_kernels.gemm.few_rows_e4m3 import FewRowsE4M3
@@ -34,7 +34,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", DRAWN_ARCHS)
 @pytest.mark.parametrize("kernel", CASES, ids=str)
 def test_instructions(kernel: FewRows, arch: str) -> None:
     """Copies of 16 bytes, matrices loaded once a stage, tensor cores, and nothing kept in local memory."""
@@ -67,7 +67,7 @@ def of_codes(sizes: str, rows: int) -> list[FewRowsE4M3]:
 QUANTIZED = [*of_codes("qwen3-30b", 8), *of_codes("deepseek-v3", 64), *of_codes("deepseek-v3", 96)]
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", DRAWN_ARCHS)
 @pytest.mark.parametrize("kernel", QUANTIZED, ids=str)
 def test_instructions_of_e4m3(kernel: FewRowsE4M3, arch: str) -> None:
     """Weights converted once a stage for all rows, copies of 16 bytes, and nothing kept in local memory."""

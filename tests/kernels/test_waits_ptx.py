@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-from built import ARCHS, built, compiled_ptx, count
+from built import DRAWN_ARCHS, built, compiled_ptx, count
 
 from cute_kernels.heap import Heap, Problem
 from cute_kernels.latency.combine import LatencyCombine
@@ -36,7 +36,7 @@ def of_kind(kind: type, problem: Problem) -> Any:
     return next(kernel for kernel in throughput_kernels(problem) if type(kernel) is kind)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", DRAWN_ARCHS)
 @pytest.mark.parametrize(
     "kind",
     [LatencyDispatch, Publish, *(pytest.param(kind, marks=pytest.mark.drawn) for kind in (LatencyCombine, Combine)),

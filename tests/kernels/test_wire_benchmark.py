@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-from built import ARCHS, compiled_ptx, count
+from built import ARCHS, DRAWN_ARCHS, compiled_ptx, count
 from test_linked import LIBRARY, needs_library
 
 from benchmarks import wire as bench
@@ -21,10 +21,7 @@ def problem(made: wire.Wire) -> Problem:
     return Problem(2, (1, 1), 1, 2**15 + 8, "bf16", 12, ((0,), (1,)), made)
 
 
-TARGETS = [ARCHS[0], pytest.param(ARCHS[1], marks=pytest.mark.drawn)]
-
-
-@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("arch", DRAWN_ARCHS)
 @pytest.mark.parametrize("by_warp", [False, True])
 @pytest.mark.parametrize("filled", [False, True])
 def test_a_word_is_released_behind_its_batch(filled: bool, by_warp: bool, arch: str) -> None:
@@ -38,7 +35,7 @@ def test_a_word_is_released_behind_its_batch(filled: bool, by_warp: bool, arch: 
         assert len(stores) == wire.VECTORS * (2 if filled else 1)
 
 
-@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("arch", DRAWN_ARCHS)
 def test_an_answer_waits_for_a_word(arch: str) -> None:
     ptx = compiled_ptx(bench.Answers(problem(wire.Nvlink())), arch)
     assert count(ptx, "ld.acquire.sys.global.b64") >= 1 and count(ptx, "st.release.sys.global.b64") == 2
