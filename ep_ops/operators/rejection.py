@@ -7,11 +7,14 @@ import threading
 from typing import Any, NoReturn, Protocol
 
 import torch
+from torch.utils import checkpoint
 
 from .. import registry
 from ..backends.base import Backend
 
 _is_compiling = torch.compiler.is_compiling
+_END_OF_RECOMPUTATION = getattr(checkpoint, "_StopRecomputationError", ())
+"""Raised where a forward pass that activation checkpointing runs again saves the last tensor that backward needs."""
 
 
 class Called(Protocol):
@@ -33,7 +36,8 @@ def take(comm: Called, call: str) -> None:
 
 
 def reject(operator: str, comm: Called, error: Exception, flight: Any = 0, max_tokens: Any = 0) -> NoReturn:
-    """Raise ``error`` on this rank, which does not run ``operator``, and inform the ranks that do.
+    """Raise ``error`` on this rank, which does not run ``operator``, and inform the ranks that do. They do not if
+    ``error`` is how activation checkpointing ends.
 
     Args:
         operator: name of the operator that the other ranks run.
@@ -41,7 +45,7 @@ def reject(operator: str, comm: Called, error: Exception, flight: Any = 0, max_t
         error: error of this rank; the other ranks raise a ValueError or RuntimeError with its text.
         flight, max_tokens: arguments of the operator, valid or not; 0 if it has none.
     """
-    if not _is_compiling() and not is_tracing():
+    if not isinstance(error, _END_OF_RECOMPUTATION) and not _is_compiling() and not is_tracing():
         take(comm, operator)
         try:
             comm.backend.calls += 1

@@ -96,6 +96,33 @@ def test_a_second_run_that_ends_between_start_and_wait(turns):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+def _operations(own):
+    """Operations of backward, its gradients and the expected ones, where only the ranks ``own`` use selective
+    checkpointing. The last operator of the layer is the last that saves tensors."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, SAVE_FOR_CHECKPOINT)
+    results, rank = [], torch.distributed.get_rank()
+    with toy.communicator() as comm:
+        for how in ({}, {"dynamic": True}, {"rows": "token_major"}, {"shared_intermediate_size": 8}):
+            layer, dense = MoELayer(comm, 8, **how), DenseMoE(comm, 8, shared_intermediate_size=8 * (len(results) == 3))
+            x = toy.inputs(4 + rank, seed=rank)[0]
+            selective = functools.partial(checkpoint, layer, use_reentrant=False, context_fn=contexts)
+            xs = [x.clone().requires_grad_() for _ in range(2)]
+            out = (selective if rank in own else layer)(xs[0])
+            before = comm.backend.operations()
+            out.square().sum().backward()
+            dense(xs[1]).square().sum().backward()
+            results.append((comm.backend.operations() - before, *(x.grad for x in xs)))
+    return results
+
+
+@pytest.mark.parametrize("own", [(0, 1), (0,)], ids=["all ranks", "one rank"])
+def test_the_end_of_recomputation_is_no_operation(own):
+    for results in run_ranks(2, _operations, own):
+        for operations, own_grad, expected in results:
+            assert operations == len(BACKWARD)
+            torch.testing.assert_close(own_grad, expected)
+
+
 def _first_dispatch_alone(ctx, op, *args, **kwargs):
     """Save the results of the first dispatch in a region, and run the second one again."""
     if op not in (torch.ops.ep.dispatch.default, torch.ops.ep.dispatch_dynamic.default):
