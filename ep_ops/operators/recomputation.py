@@ -23,6 +23,8 @@ from torch.utils import checkpoint
 
 top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 """Returns the hooks of saved tensors, which checkpointing sets; None: there are none."""
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 dispatch_modes = torch._C._len_torch_dispatch_stack
 """Returns the number of modes, one of which selective checkpointing adds."""
 
@@ -112,10 +114,22 @@ def _changed() -> RuntimeError:
 
 def _running() -> tuple[_Region, Any] | None:
     """Return the innermost checkpointed region that runs, and its run in backward (None in the forward pass)."""
-    hooks = top_hooks(False)
-    if hooks is None:
+    others: list[Any] = []  # hooks that the program has set inside of the region, such as save_on_cpu
+    try:
+        while (hooks := top_hooks(False)) is not None:
+            if (found := _region_of(hooks[0])) is not None:
+                return found
+            others.append(hooks)
+            _pop_hooks()
         return reentrant.region
-    pack = inspect.unwrap(hooks[0])
+    finally:
+        for hooks in reversed(others):
+            _push_hooks(*hooks)
+
+
+def _region_of(pack: Any) -> tuple[_Region, Any] | None:
+    """Return the region and the run whose hook for saved tensors this is; None: it is another hook."""
+    pack = inspect.unwrap(pack)
     names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
     cells = dict(zip(names, getattr(pack, "__closure__", None) or (), strict=False))
     if "frame" in cells:
@@ -123,9 +137,9 @@ def _running() -> tuple[_Region, Any] | None:
     elif "target_frame_ref" in cells and "gid" in cells:
         frame, again = cells["target_frame_ref"].cell_contents(), cells["gid"].cell_contents
     else:
-        return reentrant.region
+        return None
     if not isinstance(frame, getattr(checkpoint, "_CheckpointFrame", ())):
-        return reentrant.region
+        return None
     return _regions.setdefault(frame, _Region()), again
 
 
