@@ -33,7 +33,7 @@ from ep_ops.nn.ranges import ranged
 from ep_ops.nn.scaled import ROW, scaled_grouped_mm
 from ep_ops.nn.token_major import How, Rows, check_rows, token_major_rows
 from ep_ops.operators.once import once
-from ep_ops.operators.rejection import reject
+from ep_ops.operators.rejection import reject, rejected
 from ep_ops.records import GROUPED, TOKEN_MAJOR, Dispatched, check_types
 
 
@@ -102,7 +102,8 @@ def expert_mlp(
             x, topk_idx, topk_weights, layout=rows, capacity=capacity, exact=exact, max_tokens=max_tokens,
             format=format, zeros=zeros,
         )  # fmt: skip
-    y, weights, dropped = expert_rows(received, w_in, w_out, chosen, SentTokens(comm, x, topk_weights), how, scales)
+    run = functools.partial(expert_rows, received, w_in, w_out, chosen, SentTokens(comm, x, topk_weights), how, scales)
+    y, weights, dropped = rejected("combine", comm, run, max_tokens=received.route.max_tokens)
     return Computed(comm.combine(y, received.route, weights, format=combine_format), dropped)
 
 

@@ -25,7 +25,7 @@ from ep_ops.nn.late import SentTokens, end
 from ep_ops.nn.scaled import ROW
 from ep_ops.nn.token_major import How, Rows, check_rows
 from ep_ops.operators.eager import fits, is_transformed, misfit
-from ep_ops.operators.rejection import reject
+from ep_ops.operators.rejection import Result, reject, rejected
 from ep_ops.overflow import recomputing
 from ep_ops.records import GROUPED, check_types
 
@@ -186,7 +186,7 @@ class Experts(ExpertModule):
             assert done is not None
             return done if return_dropped else done.out
         self.check_tokens(x, max_tokens, split=False)
-        added = None if shared is None else shared(x)
+        added = None if shared is None else self.before_sending(shared, x, max_tokens, split=False)
         w_in, w_out, *scales = self._local_weights()
         done = expert_mlp(
             self.comm, x, topk_idx, topk_weights, w_in, w_out, *scales, capacity=self.capacity, exact=self.dynamic,
@@ -226,17 +226,24 @@ class Experts(ExpertModule):
                 x, topk_idx, topk_weights, layout=self.rows, capacity=self.capacity, max_tokens=max_tokens,
                 flight=flight, format=self.format, zeros=zeros,
             )  # fmt: skip
+        tokens = dispatch.arguments.max_tokens
         try:
             added = None if shared is None else shared(x)
             yield None
-        except BaseException:
+        except BaseException as error:
             end(functools.partial(self.comm.dispatch_wait, dispatch))
+            if isinstance(error, Exception):
+                reject("combine_start", self.comm, error, flight, tokens)
             raise
         with torch.set_grad_enabled(zeros and not late):
             received = self.comm.dispatch_wait(dispatch)
-        w_in, w_out, *scales = self._local_weights()
-        sent = SentTokens(self.comm, x, topk_weights, flight)
-        y, weights, dropped = expert_rows(received, w_in, w_out, chosen, sent, how, scales)
+
+        def compute() -> tuple[Tensor, Tensor | None, Tensor]:
+            w_in, w_out, *scales = self._local_weights()
+            sent = SentTokens(self.comm, x, topk_weights, flight)
+            return expert_rows(received, w_in, w_out, chosen, sent, how, scales)
+
+        y, weights, dropped = rejected("combine_start", self.comm, compute, flight=flight, max_tokens=tokens)
         self._count(dropped)
         combine = self.comm.combine_start(y, received.route, weights, format=self.combine_format, flight=flight)
         try:
@@ -288,9 +295,26 @@ class Experts(ExpertModule):
         elif self.scale_names:
             error = dtype_problem(self.w_in, self.w_out) or gradient_problem(x, *self.parameters())
         if error is not None:
-            operator = "dispatch_start" if split else "dispatch_dynamic" if self.dynamic else "dispatch"
-            tokens = comm.max_tokens_per_rank if max_tokens is None else max_tokens
+            operator, tokens = self._first_operation(max_tokens, split)
             reject(operator, comm, error, flight, tokens)
+
+    def before_sending(
+        self, run: Callable[[Tensor], Result], x: Tensor, max_tokens: int | None, *, split: bool, flight: int = 0
+    ) -> Result:
+        """Return ``run(x)``, the result of a router or shared expert before tokens are sent. In eager code, all ranks
+        raise what it raises.
+
+        Args:
+            run: the router or shared expert.
+            x, max_tokens, split, flight: as for :meth:`check_tokens`.
+        """
+        operator, tokens = self._first_operation(max_tokens, split)
+        return rejected(operator, self.comm, functools.partial(run, x), flight=flight, max_tokens=tokens)
+
+    def _first_operation(self, max_tokens: int | None, split: bool) -> tuple[str, int]:
+        """Return the operator that sends tokens, and its ``max_tokens``."""
+        operator = "dispatch_start" if split else "dispatch_dynamic" if self.dynamic else "dispatch"
+        return operator, self.comm.max_tokens_per_rank if max_tokens is None else max_tokens
 
     def extra_repr(self) -> str:
         experts, *_ = self.w_in.shape

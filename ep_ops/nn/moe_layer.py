@@ -98,8 +98,9 @@ class MoELayer(nn.Module):
         Raises:
             TypeError, ValueError, RuntimeError: as for :meth:`ep_ops.Communicator.dispatch`.
         """
-        self.experts.check_tokens(x, max_tokens, split=self.experts.splits(self.shared))
-        topk_idx, topk_weights, logits = self.router(x)
+        split = self.experts.splits(self.shared)
+        self.experts.check_tokens(x, max_tokens, split=split)
+        topk_idx, topk_weights, logits = self.experts.before_sending(self.router, x, max_tokens, split=split)
         out, dropped = self.experts(
             x, topk_idx, topk_weights, max_tokens=max_tokens, shared=self.shared, return_dropped=True
         )
@@ -122,7 +123,7 @@ class MoELayer(nn.Module):
             RuntimeError: ``dynamic`` is True, or the flight is in use. Other errors as for :meth:`forward`.
         """
         self.experts.check_tokens(x, max_tokens, split=True, flight=flight)
-        topk_idx, topk_weights, _ = self.router(x)
+        topk_idx, topk_weights, _ = self.experts.before_sending(self.router, x, max_tokens, split=True, flight=flight)
         for done in self.experts.steps(
             x, topk_idx, topk_weights, flight=flight, max_tokens=max_tokens, shared=self.shared
         ):

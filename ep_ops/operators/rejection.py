@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch.utils import checkpoint
@@ -15,6 +16,9 @@ from ..backends.base import Backend
 _is_compiling = torch.compiler.is_compiling
 _END_OF_RECOMPUTATION = getattr(checkpoint, "_StopRecomputationError", ())
 """Raised where a forward pass that activation checkpointing runs again saves the last tensor that backward needs."""
+
+
+Result = TypeVar("Result")
 
 
 class Called(Protocol):
@@ -42,7 +46,8 @@ def reject(operator: str, comm: Called, error: Exception, flight: Any = 0, max_t
     Args:
         operator: name of the operator that the other ranks run.
         comm: the communicator.
-        error: error of this rank; the other ranks raise a ValueError or RuntimeError with its text.
+        error: error of this rank; the other ranks raise a ValueError or RuntimeError with its text, and with its type
+            if that is none of ours.
         flight, max_tokens: arguments of the operator, valid or not; 0 if it has none.
     """
     if not isinstance(error, _END_OF_RECOMPUTATION) and not _is_compiling() and not is_tracing():
@@ -51,10 +56,28 @@ def reject(operator: str, comm: Called, error: Exception, flight: Any = 0, max_t
             comm.backend.calls += 1
             flight = flight if type(flight) is int else 0
             with contextlib.suppress(RuntimeError):  # ranks that run another operator raise by themselves
-                comm.backend.reject(operator, str(error), flight, max_tokens)
+                ours = isinstance(error, (TypeError, ValueError, RuntimeError))
+                reason = str(error) if ours else f"{type(error).__name__}: {error}"
+                comm.backend.reject(operator, reason, flight, max_tokens)
         finally:
             comm.busy.release()
     raise error
+
+
+def rejected(operator: str, comm: Called, run: Callable[[], Result], *, flight: Any = 0, max_tokens: Any = 0) -> Result:
+    """Return ``run()``, after which this rank runs ``operator``. In eager code, what it raises is rejected on all
+    ranks: they would otherwise run ``operator`` with the next call of this rank, which can be that of another layer.
+
+    Args:
+        operator, comm, flight, max_tokens: as for :func:`reject`.
+        run: code of the program, such as a router.
+    """
+    if _is_compiling():  # without `try`, in which Dynamo cannot continue after a graph break
+        return run()
+    try:
+        return run()
+    except Exception as error:
+        reject(operator, comm, error, flight, max_tokens)
 
 
 def is_tracing() -> bool:
