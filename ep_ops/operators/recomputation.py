@@ -23,6 +23,7 @@ from torch.utils import checkpoint
 
 top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 """Returns the hooks of saved tensors, which checkpointing sets; None: there are none."""
+_current_task = torch._C._current_graph_task_id
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -62,6 +63,7 @@ class _Reentrant(threading.local):
     """The region of ``checkpoint(..., use_reentrant=True)`` that runs in this thread, and its run in backward."""
 
     region: tuple[_Region, Any] | None = None
+    task: int = -1  # the backward that called it; the backward of the region itself is another one
 
 
 reentrant = _Reentrant()
@@ -121,7 +123,7 @@ def _running() -> tuple[_Region, Any] | None:
                 return found
             others.append(hooks)
             _pop_hooks()
-        return reentrant.region
+        return reentrant.region if reentrant.task == _current_task() else None
     finally:
         for hooks in reversed(others):
             _push_hooks(*hooks)
@@ -152,15 +154,15 @@ def watch_reentrant() -> None:
 
 def _within(run: Callable[..., Any], backward: bool) -> Callable[..., Any]:
     def within(ctx: Any, *args: Any) -> Any:
-        outer = reentrant.region
+        outer = reentrant.region, reentrant.task
         if not backward:
             ctx.ep_region = _Region()
-        reentrant.region = ctx.ep_region, object() if backward else None
+        reentrant.region, reentrant.task = (ctx.ep_region, object() if backward else None), _current_task()
         reentrant_runs.append(None)
         try:
             return run(ctx, *args)
         finally:
-            reentrant.region = outer
+            reentrant.region, reentrant.task = outer
             reentrant_runs.pop()
 
     return within

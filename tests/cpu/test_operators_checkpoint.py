@@ -161,12 +161,18 @@ class Noisy(torch.nn.Module):
         return (topk_idx + shift.int()) % toy.EXPERTS, weights, logits
 
 
+MORE = {
+    "dynamic": {"dynamic": True}, "split": {"shared_intermediate_size": 8}, "token-major": {"rows": "token_major"},
+    "redispatch": {"rows": "token_major", "redispatch": True},
+}  # fmt: skip
+
+
 def _routed_anew(kind, shape):
     """Errors of backward, or gradients and those without checkpointing, for each way to change the router of rank 0,
     or of all ranks."""
     rank, results = torch.distributed.get_rank(), []
     with toy.communicator() as comm:
-        more = {"plain": {}, "dynamic": {"dynamic": True}, "split": {"shared_intermediate_size": 8}}.get(shape, {})
+        more = MORE.get(shape, {})
 
         def run(change, checkpointed):
             _first_dispatch_alone.counts = {}
@@ -198,14 +204,16 @@ def _routed_anew(kind, shape):
     return results
 
 
-SHAPES = ("plain", "dynamic", "split", "turns", "offloaded")
+SHAPES = ("plain", "dynamic", "split", "turns", "offloaded", "token-major", "redispatch")
 
 
 @pytest.mark.parametrize(
     "kind, shape",
     [
         pytest.param(kind, shape, marks=() if (kind, shape) in CHOSEN else pytest.mark.drawn)
-        for CHOSEN in ({("full", "dynamic"), ("selective", "plain"), ("reentrant", "split"), ("full", "offloaded")},)
+        for CHOSEN in (
+            {("full", "dynamic"), ("selective", "plain"), ("reentrant", "token-major"), ("full", "offloaded")},
+        )
         for kind in CHECKPOINTS
         for shape in SHAPES
         if not (kind == "selective, one dispatch" and shape not in ("plain", "dynamic"))
