@@ -29,7 +29,7 @@ from ep_ops.backends.cute.outputs import Outputs
 from ep_ops.config import consecutive_domains
 from ep_ops.records import Route
 from ep_ops.specs import spec_of
-from meta_kernels.arguments import DispatchStartArgs
+from meta_kernels.arguments import CombineBackwardArgs, DispatchBackwardArgs, DispatchStartArgs
 
 SMS = 132
 OF_ROUTE = "topk_idx", "send_rows", "arrivals"
@@ -172,6 +172,62 @@ def test_bound_calls_keep_no_tensors(sizes: Sizes, backend: Any) -> None:
     gc.collect()
     ((*_, tensors),) = kept
     assert [tensor() for tensor in tensors] == [None] * 3
+
+
+@pytest.mark.parametrize("sizes", [MANY, IN_THREE], ids=["whole", "in rounds"])
+@pytest.mark.parametrize("scalars", [False, True], ids=["", "weighted"])
+def test_bound_gradients(sizes: Sizes, scalars: bool, backend: Any) -> None:
+    """Gradients that are bound once launch for other tensors, and under another budget, what newly bound ones launch.
+    They keep no tensors."""
+    launched = backend._launcher.launched
+
+    def given() -> list[Any]:
+        idx = IDX.clone()
+        y, by = torch.zeros(32, 64, dtype=torch.bfloat16), torch.zeros(32) if scalars else None
+        placed = backend.plan(idx, sizes)
+        along = *Route(idx, *placed[:4], 16, 32, sizes.max_tokens).tensors, 16, sizes.max_tokens, "ep"
+        known = *along[:5], 32, *along[5:]
+        found: list[Any] = [DispatchBackwardArgs(y, by, *along), CombineBackwardArgs(X.clone(), y, by, *known)]
+        if scalars:
+            found += [DispatchBackwardArgs(None, by, *along), CombineBackwardArgs(X.clone(), None, by, *known)]
+        return found
+
+    def bound(a: Any) -> Any:
+        return backend.prepare(spec_of(a)).bind(a)
+
+    def launches(run: Any, a: Any) -> list[Any]:
+        launched.clear()
+        shapes = [(made.shape, made.dtype) for made in run(a)]
+        inputs = {id(tensor) for tensor in a if isinstance(tensor, torch.Tensor)}
+        noted = [
+            (
+                kernel,
+                terms,
+                {
+                    k: v if type(v) is int else (id(v) if id(v) in inputs else getattr(v, "shape", v))
+                    for k, v in on.items()
+                },
+            )
+            for kernel, terms, on in launched
+        ]
+        return [shapes, noted]
+
+    first = given()
+    calls = [bound(a) for a in first]
+    for call, a in zip(calls, first, strict=True):
+        call(a)
+    for call, a in zip(calls, given(), strict=True):
+        before = launches(call, a)
+        assert before == launches(bound(a), a) and len(before[1]) >= (3 if sizes is IN_THREE else 1)
+        with backend.throughput.sms.budget.changed(7, 9):
+            within = launches(call, a)
+            assert within == launches(bound(a), a) and within != before
+        assert launches(call, a) == before
+    tensors = [weakref.ref(tensor) for a in first for tensor in a if isinstance(tensor, torch.Tensor)]
+    launched.clear()
+    del first, a
+    gc.collect()
+    assert [tensor() for tensor in tensors] == [None] * len(tensors)
 
 
 def test_formats_that_token_major_rows_do_not_have() -> None:

@@ -78,9 +78,9 @@ def throughput_kernels(problem: Problem, spec: DispatchSpec = PLAIN) -> list[Any
             case CombineGatheredArgs():
                 path.combine_gathered(a, _ints(problem.world_size), 1)
             case DispatchBackwardArgs():
-                path.dispatch_backward(named, a)
+                path.dispatch_backwards(named, a)
             case CombineBackwardArgs():
-                path.combine_backward(a)
+                path.combine_backwards(a)
     return list(launcher.found)
 
 

@@ -166,9 +166,9 @@ class CuteBackend:
             case GatherSpec():
                 return self._combine_gathered
             case DispatchBackwardSpec():
-                return functools.partial(path.dispatch_backward, spec)
+                return path.dispatch_backwards(spec, a)
             case CombineBackwardSpec():
-                return path.combine_backward
+                return path.combine_backwards(a)
 
     def has_latency(self, spec: Spec, a: Any) -> bool:
         """Return whether the latency kernels run such calls."""

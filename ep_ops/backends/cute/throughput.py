@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -68,6 +68,8 @@ _new = tuple.__new__  # makes records in a third of the time
 _ALL = slice(None)
 
 Some = TypeVar("Some", Tensor, Tensor | None)
+Bound = TypeVar("Bound")
+Routed = AnyCombine | AnyDispatchBackward | AnyCombineBackward
 
 
 def _of(tensor: Some, tokens: slice) -> Some:
@@ -158,6 +160,14 @@ class ThroughputPath:
                     topk_idx=route.topk_idx[here], send_rows=route.send_rows[here], arrivals=lists, max_tokens=tokens
                 ),
             )
+
+    def _rounds(self, a: Routed, num_rows: int, launches: list[Bound]) -> Iterable[tuple[slice, Any, Bound]]:
+        """Return for each round which tokens of this rank it moves, what has the tensors of its part of the route, and
+        its launches."""
+        if len(launches) == 1:
+            return ((_ALL, a, launches[0]),)
+        parts = self._parts(route_in(a, num_rows))
+        return ((here, part, launch) for (here, part), launch in zip(parts, launches, strict=True))
 
     def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which torch runs operations between kernels."""
@@ -284,18 +294,10 @@ class ThroughputPath:
         pushed = pushes(self._problem, spec.sent_as, token_major)
         for here, part in self._parts(route):
             of_x = _of(x, here)
-            publish = self._publishing(
-                terms,
-                pulling,
-                of_x,
-                _of(topk_weights, here),
-                recv_weights,
-                part,
-                spec,
-                _of(scales, here),
-                cleared=whole,
-                pushed=pushed,
-            )
+            publish = self._plan_publishing(
+                terms, pulling, spec, part.topk_idx.shape[0], part.max_tokens, part.num_rows,
+                part.num_rows if whole else 0, pushed,
+            )  # fmt: skip
             pull = self._kernel(
                 Pull, weights=weighted, begins_operation=publish is None, format=spec.sent_as,
                 layout=spec.scales_layout, pushed=pushed,
@@ -306,7 +308,11 @@ class ThroughputPath:
             )  # fmt: skip
             with self._state:
                 if publish is not None:
-                    publish()
+                    publish(
+                        x=of_x, scales=_of(scales, here), topk_idx=part.topk_idx,
+                        topk_weights=_of(topk_weights, here), send_rows=part.send_rows, arrivals=part.arrivals,
+                        recv_weights=recv_weights,
+                    )  # fmt: skip
                 pull(
                     x=of_x, arrivals=part.arrivals, offs=part.offs, counts=part.counts, recv_x=recv_x,
                     recv_weights=recv_weights, recv_scales=recv_scales,
@@ -324,14 +330,7 @@ class ThroughputPath:
         def run(a: AnyCombine) -> Tensor:
             launches, out = current(), make()
             residual = a.residual if isinstance(a, CombineArgs) else None  # split combines take none
-            if len(launches) == 1:
-                with state:
-                    launches[0](
-                        y=a.y, recv_weights=a.recv_weights, topk_idx=a.topk_idx, send_rows=a.send_rows,
-                        arrivals=a.arrivals, residual=residual, out=out,
-                    )  # fmt: skip
-                return out
-            for (here, part), launch in zip(self._parts(route_in(a, num_rows)), launches, strict=True):
+            for here, part, launch in self._rounds(a, num_rows, launches):
                 with state:
                     launch(
                         y=a.y, recv_weights=a.recv_weights, topk_idx=part.topk_idx, send_rows=part.send_rows,
@@ -343,19 +342,26 @@ class ThroughputPath:
 
     def _plan_combine(self, spec: CombineSpec, num_rows: int, most: int, tokens: int) -> list[Launch]:
         """Return the launch of each round of combines that differ only in tensors."""
-        each, format = self._problem.max_tokens, spec.sent_as
+        format = spec.sent_as
         traffic = self.sms.traffic_of(num_rows, tokens).in_format(_sum_bytes(self._problem, format))
-        terms = marks.pack("combine", most, format=format)
         bind = self._kernel(
             Combine, rows=True, weighted=spec.weighted, residual=spec.residual, format=format
         )  # fmt: skip
-        rounds: list[Launch] = []
-        for first in range(0, max(most, 1), each):
-            max_tokens = min(each, most - first)
-            here = min(max(tokens - first, 0), each)
-            pushing = self.sms.pushing(traffic, here, True, spec.format)
-            rounds.append(bind(terms, tokens=here, max_tokens=max_tokens, num_rows=num_rows, **pushing))
-        return rounds
+        bind = functools.partial(bind, marks.pack("combine", most, format=format))
+        return [
+            bind(
+                tokens=here,
+                max_tokens=max_tokens,
+                num_rows=num_rows,
+                **self.sms.pushing(traffic, here, True, spec.format),
+            )
+            for here, max_tokens in self._tokens_of_rounds(tokens, most)
+        ]
+
+    def _tokens_of_rounds(self, tokens: int, most: int) -> list[tuple[int, int]]:
+        """Return for each round the number of tokens of this rank, and its bound."""
+        each = self._problem.max_tokens
+        return [(min(max(tokens - first, 0), each), min(each, most - first)) for first in range(0, max(most, 1), each)]
 
     def combine_gathered(self, a: CombineGatheredArgs, bases: Tensor, num_rows: int) -> Tensor:
         """Run a gathered combine. `bases`: a table of the address of row 0 at each rank, which has `num_rows` rows."""
@@ -367,78 +373,106 @@ class ThroughputPath:
             launch(topk_idx=a.topk_idx, send_rows=a.send_rows, out=out, bases=bases)
         return out
 
-    def dispatch_backward(self, spec: DispatchBackwardSpec, a: AnyDispatchBackward) -> tuple[Tensor, Tensor]:
-        topk_idx, outputs, token_major = a.topk_idx, self._outputs, spec.token_major
-        route = gradient_route(a)
-        traffic = self.sms.traffic_of(route.num_rows, topk_idx.shape[0], token_major)
-        rows, scalars = spec.rows, spec.scalars
-        grad_x = outputs.tokens(topk_idx.shape[0]) if rows else outputs.scalars((0,))
-        grad_weights = outputs.scalars(topk_idx.shape if scalars else (0,))
-        bind = self._kernel(Combine, rows=rows, scalars=scalars, token_major=scalars and token_major)
-        terms = marks.pack("dispatch_backward", route.max_tokens, scalars, rows, token_major=token_major)
-        for here, part in self._parts(route):
-            tokens, pushing = part.topk_idx.shape[0], self.sms.pushing(traffic, part.topk_idx.shape[0], rows)
-            of_x = _of(grad_x, here) if rows else grad_x
-            of_weights = _of(grad_weights, here) if scalars else grad_weights
-            launch = bind(terms, tokens=tokens, max_tokens=part.max_tokens, num_rows=part.num_rows, **pushing)
-            with self._state:
-                launch(
-                    y=a.grad_recv_x, row_scalars=a.grad_recv_weights, topk_idx=part.topk_idx, send_rows=part.send_rows,
-                    arrivals=part.arrivals, out=of_x, out_scalars=of_weights,
-                )  # fmt: skip
-        return grad_x, grad_weights
-
-    def combine_backward(self, a: AnyCombineBackward) -> tuple[Tensor, Tensor]:
-        grad_out, y, recv_weights, route = a.grad_out, a.y, a.recv_weights, route_in(a, a.num_rows)
-        if recv_weights is None:
-            grad_y, _, none = self.along("combine_backward", PLAIN, grad_out, None, None, route)
-            return grad_y, none
-        grad_y, _, grad_weights = self._outputs.received(WEIGHTED, route.num_rows)
-        blocks = self.sms.budget.scaled
-        terms = marks.pack("combine_backward", route.max_tokens, scalars=True)
-        for here, part in self._parts(route):
-            of_out = _of(grad_out, here)
-            publish = self._publishing(terms, blocks, of_out, None, None, part)
-            pull = self._kernel(PullScaled, begins_operation=publish is None)(
-                terms, max_tokens=part.max_tokens, alignment=part.alignment, num_rows=part.num_rows, blocks=blocks
-            )
-            with self._state:
-                if publish is not None:
-                    publish()
-                # Without y, the kernel reads grad_y in its place, and the products are discarded.
-                pull(
-                    grad_out=of_out, y=grad_y if y is None else y, recv_weights=recv_weights,
-                    arrivals=part.arrivals, offs=part.offs, counts=part.counts, grad_y=grad_y,
-                    grad_weights=grad_weights,
-                )  # fmt: skip
-        return grad_y, grad_weights[:0].clone() if y is None else grad_weights
-
-    def _publishing(
-        self,
-        terms: int,
-        pulling: int,
-        x: Tensor,
-        topk_weights: Tensor | None,
-        recv_weights: Tensor | None,
-        route: Route,
-        spec: DispatchSpec = PLAIN,
-        scales: Tensor | None = None,
-        *,
-        cleared: bool = True,
-        pushed: bool = False,
-    ) -> Callable[[], None] | None:
-        """Return what launches the publish kernel of a known route, or None if it has nothing to do. `cleared`: whether
-        the kernel clears the weights of token-major rows behind the last copy. `pushed`: whether it pushes rows."""
-        weighted = topk_weights is not None
-        variant = self._publish_variant(spec._replace(weighted=weighted), route=False, pushes=pushed)
-        if not (variant["rows"] or weighted):
-            return None
-        launch = self._kernel(publisher(route.layout == TOKEN_MAJOR, True, weighted), **variant)(
-            terms, tokens=route.topk_idx.shape[0], max_tokens=route.max_tokens,
-            capacity=route.num_rows if cleared else 0, num_rows=route.num_rows, alignment=1, slots=0,
-            blocks=self.sms.publishing(pulling, route.topk_idx.shape[0], **variant),
+    def dispatch_backwards(
+        self, spec: DispatchBackwardSpec, a: AnyDispatchBackward
+    ) -> Callable[[Any], tuple[Tensor, Tensor]]:
+        """Return a function that runs gradients of dispatches which differ from these arguments in tensors only."""
+        (tokens, top_k), outputs, state = a.topk_idx.shape, self._outputs, self._state
+        num_rows, rows, scalars = gradient_route(a).num_rows, spec.rows, spec.scalars
+        current = self._by_budget(
+            functools.partial(self._plan_dispatch_backward, spec, num_rows, a.max_tokens, tokens)
         )  # fmt: skip
-        return functools.partial(
-            launch, x=x, scales=scales, topk_idx=route.topk_idx, topk_weights=topk_weights,
-            send_rows=route.send_rows, arrivals=route.arrivals, recv_weights=recv_weights,
+        of_scalars = (tokens, top_k) if scalars else (0,)
+        make = outputs.sums(tokens) if rows else functools.partial(outputs.scalars, (0,))
+
+        def run(a: AnyDispatchBackward) -> tuple[Tensor, Tensor]:
+            launches, grad_x, grad_weights = current(), make(), outputs.scalars(of_scalars)
+            for here, part, launch in self._rounds(a, num_rows, launches):
+                of_x = _of(grad_x, here) if rows else grad_x
+                of_weights = _of(grad_weights, here) if scalars else grad_weights
+                with state:
+                    launch(
+                        y=a.grad_recv_x, row_scalars=a.grad_recv_weights, topk_idx=part.topk_idx,
+                        send_rows=part.send_rows, arrivals=part.arrivals, out=of_x, out_scalars=of_weights,
+                    )  # fmt: skip
+            return grad_x, grad_weights
+
+        return run
+
+    def _plan_dispatch_backward(
+        self, spec: DispatchBackwardSpec, num_rows: int, most: int, tokens: int
+    ) -> list[Launch]:  # fmt: skip
+        """Return the launch of each round of gradients of dispatches that differ only in tensors."""
+        rows, scalars, token_major = spec.rows, spec.scalars, spec.token_major
+        traffic = self.sms.traffic_of(num_rows, tokens, token_major)
+        bind = self._kernel(Combine, rows=rows, scalars=scalars, token_major=scalars and token_major)
+        terms = marks.pack("dispatch_backward", most, scalars, rows, token_major=token_major)
+        return [
+            bind(terms, tokens=here, max_tokens=max_tokens, num_rows=num_rows, **self.sms.pushing(traffic, here, rows))
+            for here, max_tokens in self._tokens_of_rounds(tokens, most)
+        ]
+
+    def combine_backwards(self, a: AnyCombineBackward) -> Callable[[Any], tuple[Tensor, Tensor]]:
+        """Return a function that runs gradients of combines which differ from these arguments in tensors only."""
+        if a.recv_weights is None:
+            return self._combine_backward_unweighted
+        num_rows, outputs, state = a.num_rows, self._outputs, self._state
+        tokens, most, alignment = a.topk_idx.shape[0], a.max_tokens, a.alignment
+        current = self._by_budget(
+            functools.partial(self._plan_combine_backward, num_rows, alignment, most, tokens)
+        )  # fmt: skip
+
+        def run(a: AnyCombineBackward) -> tuple[Tensor, Tensor]:
+            y, launches = a.y, current()
+            grad_y, _, grad_weights = outputs.received(WEIGHTED, num_rows)
+            for here, part, (publish, pull) in self._rounds(a, num_rows, launches):
+                of_out = _of(a.grad_out, here)
+                with state:
+                    if publish is not None:
+                        publish(
+                            x=of_out, topk_idx=part.topk_idx, send_rows=part.send_rows, arrivals=part.arrivals
+                        )  # fmt: skip
+                    # Without y, the kernel reads grad_y in its place, and the products are discarded.
+                    pull(
+                        grad_out=of_out, y=grad_y if y is None else y, recv_weights=a.recv_weights,
+                        arrivals=part.arrivals, offs=part.offs, counts=part.counts, grad_y=grad_y,
+                        grad_weights=grad_weights,
+                    )  # fmt: skip
+            return grad_y, grad_weights[:0].clone() if y is None else grad_weights
+
+        return run
+
+    def _combine_backward_unweighted(self, a: AnyCombineBackward) -> tuple[Tensor, Tensor]:
+        grad_y, _, none = self.along("combine_backward", PLAIN, a.grad_out, None, None, route_in(a, a.num_rows))
+        return grad_y, none
+
+    def _plan_combine_backward(
+        self, num_rows: int, alignment: int, most: int, tokens: int
+    ) -> list[tuple[Launch | None, Launch]]:
+        """Return the launches of publish and pull of each round of gradients of weighted combines that differ only in
+        tensors."""
+        blocks = self.sms.budget.scaled
+        terms = marks.pack("combine_backward", most, scalars=True)
+        rounds: list[tuple[Launch | None, Launch]] = []
+        for here, max_tokens in self._tokens_of_rounds(tokens, most):
+            publish = self._plan_publishing(terms, blocks, PLAIN, here, max_tokens, num_rows, num_rows)
+            pull = self._kernel(PullScaled, begins_operation=publish is None)(
+                terms, max_tokens=max_tokens, alignment=alignment, num_rows=num_rows, blocks=blocks
+            )
+            rounds.append((publish, pull))
+        return rounds
+
+    def _plan_publishing(
+        self, terms: int, pulling: int, spec: DispatchSpec, tokens: int, max_tokens: int, num_rows: int,
+        cleared: int, pushed: bool = False,
+    ) -> Launch | None:  # fmt: skip
+        """Return the launch of the publish kernel of a known route, or None if it has nothing to do. `cleared`: the
+        rows of the receive buffer, if the kernel clears the weights of token-major rows behind the last copy, else 0.
+        `pushed`: whether it pushes rows."""
+        variant = self._publish_variant(spec, route=False, pushes=pushed)
+        if not (variant["rows"] or spec.weighted):
+            return None
+        return self._kernel(publisher(spec.token_major, True, spec.weighted), **variant)(
+            terms, tokens=tokens, max_tokens=max_tokens, capacity=cleared, num_rows=num_rows, alignment=1, slots=0,
+            blocks=self.sms.publishing(pulling, tokens, **variant),
         )  # fmt: skip
