@@ -195,13 +195,12 @@ class Methods:
             rows, align, slots, tokens, layout = sizes_of(self, layout, capacity, slots, max_tokens, alignment, exact)
         except Exception as error:
             reject("dispatch_dynamic" if exact is True else "dispatch", self, error, 0, max_tokens)
-        gradients = _is_grad_enabled()
         a: DispatchArgs = _new(DispatchArgs, (x, topk_weights, topk_idx, rows, align, slots, tokens,
             self.num_local_experts, self.world_size, self.name, layout, scales, format, scales_as,
-            gradients if zeros is None else zeros))  # fmt: skip
+            _is_grad_enabled() if zeros is None else zeros))  # fmt: skip
         if exact:
             return self._dispatch_exactly(a, max_tokens)
-        converts = gradients or self.expert_ids is not None or getattr(topk_idx, "dtype", None) is not torch.int32
+        converts = _is_grad_enabled() or self.expert_ids is not None or getattr(topk_idx, "dtype", None) is not torch.int32
         if not converts and (out := DISPATCH.repeat(a)) is not None:
             return self._dispatched(out, a, rows, slots, None)
         a, batch = self._to_send("dispatch", a, max_tokens)
