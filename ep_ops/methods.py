@@ -200,8 +200,8 @@ class Methods:
             _is_grad_enabled() if zeros is None else zeros))  # fmt: skip
         if exact:
             return self._dispatch_exactly(a, max_tokens)
-        converts = _is_grad_enabled() or self.expert_ids is not None or getattr(topk_idx, "dtype", None) is not torch.int32
-        if not converts and (out := DISPATCH.repeat(a)) is not None:
+        converts = self.expert_ids is not None or getattr(topk_idx, "dtype", None) is not torch.int32
+        if not (converts or _is_grad_enabled()) and (out := DISPATCH.repeat(a)) is not None:
             return self._dispatched(out, a, rows, slots, None)
         a, batch = self._to_send("dispatch", a, max_tokens)
         return self._dispatched(DISPATCH.call(a), a, rows, slots, batch)
