@@ -62,7 +62,7 @@ demo: $(NEEDS)
 
 # Two runs, because tests/gpu changes torch's settings for its whole process. (Exit code 5: ARGS selects none of its
 # tests.) The second run tests three files at a time, longest files first (tests/conftest.py). Some tests wait, so two
-# cores are busy; each further process takes 20 s of CPU time to import everything.
+# cores are busy; each further process takes 15 s of CPU time to import everything.
 test: $(NEEDS)
 	$(PYTHON) -m pytest tests/gpu $(ARGS) || [ $$? -eq 5 ]
 	$(PYTHON) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -11,9 +11,11 @@ import drawing
 import pytest
 
 LONG = (
-    "test_ptx.py", "test_cli.py", "test_emulated.py", "test_transformers.py", "test_transformers_training.py",
-    "test_formats_model.py", "test_formats_ptx.py", "test_wheel.py", "test_across_ptx.py", "test_operators_compile.py",
-    "test_latency_ptx.py",
+    "test_cli.py", "test_ptx.py", "test_emulated.py", "test_transformers.py", "test_operators_collectives.py",
+    "test_token_major_experts.py", "test_gpu_runner.py", "test_top_k.py", "test_formats_ptx.py", "test_across_ptx.py",
+    "test_moe_layer.py", "test_formats_model.py", "test_operators_compile.py", "test_latency_ptx.py",
+    "test_reference.py", "test_parallel.py", "test_few_rows_ptx.py", "test_wheel.py", "test_operators_registration.py",
+    "test_divisors.py",
 )  # fmt: skip
 
 

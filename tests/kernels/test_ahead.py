@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,9 @@ def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
 
 
 def test_they_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Compiled by other processes, loaded by this one without compiling anything."""
+    """Compiled by another process, loaded by this one without compiling anything."""
     monkeypatch.setenv("EP_OPS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
     wanted = all_kernels(planned(CONFIG, 2))[-2:]
     ahead.compile_all(wanted, "sm_90a")
     monkeypatch.setattr(jit, "compile_kernel", lambda *args, **more: pytest.fail("compiled once more"))
