@@ -29,7 +29,6 @@ def pytest_configure(config: pytest.Config) -> None:
     Processes of pytest-xdist, and workers of tests, inherit the folder from the process that starts them. Ranks under
     torchrun have one in common.
     """
-    gc.disable()  # until all modules are imported
     if hasattr(config, "workerinput"):
         return
     drawing.text()  # the same for all processes of the run
@@ -48,8 +47,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
+def pytest_collectstart() -> None:
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """Keep modules and test cases, which are most of all objects, out of the garbage collections of the tests."""
+    """Keep modules and test cases, which are most of all objects, out of garbage collections."""
     gc.freeze()
     gc.enable()
 

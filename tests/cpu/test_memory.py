@@ -99,10 +99,18 @@ class Layer:
         self.known = [*self.leaves, idx, self.grad, self.experts.dropped]
 
 
+@pytest.fixture(scope="module")
+def few_objects() -> None:
+    """Keep what earlier tests have left out of the collections of this file, which would take most of its time."""
+    gc.collect()
+    gc.freeze()
+
+
 def sizes_of_layer(tokens: int) -> dict[str, Any]:
     return dict(num_experts=8, hidden_size=256, top_k=4, max_tokens_per_rank=tokens)
 
 
+@pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("tokens", [64, 256])
 @pytest.mark.parametrize("options", LAYERS, ids=str)
 def test_planned_bytes_of_a_layer(options: dict[str, Any], tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
