@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ep_ops")
 
 _shared: dict[tuple[Any, ...], Communicator] = {}
+_sharing = threading.RLock()  # held while one of a single process is looked up or created
 
 
 class Communicator(Methods):
@@ -197,12 +198,16 @@ class Communicator(Methods):
         """
         try:
             given = configured("Communicator.shared", config, options)
-            key = group_of(group), _mesh_of(group), device, given
+            members = group_of(group)
+            key = members, _mesh_of(group), device, given
             found = _shared.get(key)
         except Exception:  # creation raises the error on all ranks
             return cls(group, config, device=device, **options)
         if found is None or found.destroyed:
-            found = _shared[key] = cls(group, given, device=device)
+            with _sharing if members is None else Exchange(members, torch.device("cpu")).turn:
+                found = _shared.get(key)  # another thread may have created it
+                if found is None or found.destroyed:
+                    found = _shared[key] = cls(group, given, device=device)
         return found
 
     def __copy__(self) -> Communicator:

@@ -9,7 +9,8 @@ from torch import Tensor
 def recomputing() -> bool:
     """Return whether activation checkpointing is running a forward pass again, during backward.
 
-    Always False in compiled functions, where the compiler runs side effects once.
+    Always False in compiled functions. If they call ``checkpoint``, the compiler runs side effects once; if they are
+    called inside of a checkpoint, side effects run again.
     """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 

@@ -8,6 +8,7 @@ import gc
 import pickle
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,22 @@ def test_copies_of_a_layer(comm: ep_ops.Communicator, tmp_path: Any) -> None:
     comm.destroy()
     with pytest.raises(RuntimeError, match="was destroyed"):
         pickle.loads(written)
+
+
+def shared_by_threads() -> list[str]:
+    """Return the names of the communicators that four threads got."""
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: ep_ops.Communicator.shared(**SIZES, timeout=20), range(4)))
+    names = [comm.name for comm in found]
+    found[0].destroy()
+    assert all(comm is found[0] for comm in found)
+    return names
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_threads_share_a_communicator(ranks: int) -> None:
+    names = run_ranks(ranks, shared_by_threads)
+    assert len({name for own in names for name in own}) == 1
 
 
 def test_shared() -> None:
