@@ -200,8 +200,8 @@ class SwiGLU(nn.Module):
             fill_weight(self, name, functools.partial(draw_expert, shape, self.seed, -1, which))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the expert's output, with shape and dtype of x."""
-        return swiglu(x @ self.w_in) @ self.w_out
+        """Return the expert's output, with shape and dtype of x. The weights are converted to it."""
+        return swiglu(x @ self.w_in.to(x.dtype)) @ self.w_out.to(x.dtype)
 
 
 def swiglu(gate_and_up: Tensor) -> Tensor:

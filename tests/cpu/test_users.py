@@ -123,6 +123,24 @@ def test_autocast_around_a_layer(dtype: torch.dtype, compiled: bool) -> None:
             torch.testing.assert_close(own.grad, given.grad.float(), rtol=0.1, atol=0.1)
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.drawn)])
+def test_parameters_in_float32_without_autocast(compiled: bool) -> None:
+    """Experts and shared expert convert their weights to the communicator's dtype in each call."""
+    with ep_ops.Communicator(**SIZES | {"dtype": torch.bfloat16}) as comm:
+        narrow, wide = (MoELayer(comm, 8, shared_intermediate_size=8, dtype=d) for d in (torch.bfloat16, torch.float32))
+        x, found = torch.randn(5, 16, dtype=torch.bfloat16), []
+        for layer in (narrow, wide):
+            own = x.clone().requires_grad_()
+            run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+            out = run(own)
+            out.float().square().sum().backward()
+            found.append((out, own.grad, [p.grad for p in layer.parameters()]))
+        (out, grad, grads), (wide_out, wide_grad, wide_grads) = found
+        assert all(p.dtype == g.dtype == torch.float32 for p, g in zip(wide.parameters(), wide_grads, strict=True))
+        torch.testing.assert_close((wide_out, wide_grad), (out, grad), rtol=0, atol=0)
+        torch.testing.assert_close([g.to(torch.bfloat16) for g in wide_grads], [g.to(torch.bfloat16) for g in grads])
+
+
 def test_a_layer_in_float64() -> None:
     with ep_ops.Communicator(**SIZES | {"dtype": torch.float64}) as comm:
         layer = MoELayer(comm, 8).double()
