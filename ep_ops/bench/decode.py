@@ -39,7 +39,7 @@ from . import other_layers
 from .figures import text_table
 from .layer import made
 from .operators import relative_error
-from .options import add_sizes, names_of, new_parser, positive, read
+from .options import add_sizes, names_of, new_parser, only, positive, read
 from .ranks import Found, Run, on_every_rank
 from .timing import Timer
 from .workloads import Workload, draw_route
@@ -79,16 +79,19 @@ def parser() -> argparse.ArgumentParser:
     options = new_parser(__doc__, "decode")
     add_sizes(options, TOKENS)
     options.set_defaults(hidden=None, experts=None, top_k=None)  # those of the model
-    options.add_argument("--width", type=positive, help="inside each expert")
+    options.add_argument("--width", type=positive, metavar="N", help="intermediate size (default: 2048)")
     options.add_argument(
-        "--model", choices=MODELS, default="deepseek-v3", help="sizes that are not given (default: %(default)s)"
+        "--model",
+        choices=MODELS,
+        default="deepseek-v3",
+        help="model whose sizes are the defaults (default: %(default)s)",
     )
-    options.add_argument("--weights", choices=MAX_ERROR, default="bf16", help="(default: %(default)s)")
+    options.add_argument(
+        "--weights", choices=MAX_ERROR, default="bf16", help="dtype of the experts' weights (default: %(default)s)"
+    )
     options.add_argument("--calls", type=positive, default=10, help="layers in a graph (default: %(default)s)")
-    options.add_argument("--replays", type=positive, default=30, help="that are timed (default: %(default)s)")
-    options.add_argument(
-        "--only", type=names_of(NAMES), default=tuple(NAMES), metavar="NAME,NAME", help=" ".join(NAMES)
-    )
+    options.add_argument("--replays", type=positive, default=30, help="timed replays (default: %(default)s)")
+    options.add_argument("--only", type=names_of(NAMES), default=tuple(NAMES), metavar="NAME,NAME", help=only(NAMES))
     return options
 
 

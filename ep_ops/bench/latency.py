@@ -3,8 +3,7 @@
 ep-ops bench latency                                           # T = 1, 2, 4, ... 256 tokens a rank
 torchrun --nproc-per-node 4 -m ep_ops bench latency --out results.json
 ep-ops bench latency --ranks 2 --against results.json          # 2 ranks may share a GPU; ratios to a recorded run
-ep-ops bench latency --tokens 64 --only work,work_pair,work_split      # with matrix products
-ep-ops bench latency --tokens 64 --deal 132,0,132 --deal 40,40,132      # blocks: senders, first receiver, all
+ep-ops bench latency --tokens 64 --deal 132,0,132 --deal 40,40,132      # two other roles of blocks
 ep-ops bench latency --device cpu --tokens 1,2 --hidden 64 --experts 8 --top-k 2 --replays 3    # the benchmark itself
 
 Operations are captured in CUDA graphs of `--pairs` of them, every one with its own random rows and route, and replayed
@@ -30,7 +29,7 @@ from .against import reject_other_kind
 from .baselines import SameBytes
 from .latency_report import NAMES, table
 from .operators import MAX_ERROR
-from .options import add_against, add_domain_options, add_sizes, names_of, new_parser, numbers, positive, read
+from .options import add_against, add_domain_options, add_sizes, names_of, new_parser, only, positive, read, roles
 from .presets import SUM_FORMAT
 from .ranks import Run, on_every_rank
 from .steps import Idle, Steps
@@ -50,14 +49,17 @@ def parser() -> argparse.ArgumentParser:
     add_sizes(options, TOKENS)
     options.add_argument("--pairs", type=positive, default=16, help="operations in a graph (default: %(default)s)")
     options.add_argument(
-        "--replays", type=positive, default=2000, help="timed; a tenth of it for comparisons (default: %(default)s)"
+        "--replays",
+        type=positive,
+        default=2000,
+        help="timed replays; comparisons take a tenth of them (default: %(default)s)",
     )
+    options.add_argument("--only", type=names_of(NAMES), default=tuple(NAMES), metavar="NAME,NAME", help=only(NAMES))
     options.add_argument(
-        "--only", type=names_of(NAMES), default=tuple(NAMES), metavar="NAME,NAME", help=" ".join(NAMES)
-    )
-    options.add_argument(
-        "--deal", type=numbers, action="append", metavar="N,N,N", help="of blocks, not the library's choice; repeatable"
-    )
+        "--deal", type=roles, action="append", metavar="SENDERS,FIRST,ALL",
+        help="roles of a kernel's blocks, in place of the library's choice: the number that send, the first that"
+        " receives, the number of blocks (GPUs only; repeatable)",
+    )  # fmt: skip
     add_domain_options(options)
     add_against(options)
     return options
@@ -66,6 +68,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser()
     args = read(options, argv)
+    if args.deal and (args.device == "cpu" or args.backend == "reference"):
+        options.error("--deal is given, but the reference backend has no blocks; allowed: GPUs, with the cute backend")
     reject_other_kind(options, args, **facts_of(args))
     return on_every_rank(measure, args)
 

@@ -4,10 +4,13 @@ ep-ops bench layer --ranks 1 --experts 64 --only worst,token_major       # one G
 torchrun --nproc-per-node 4 -m ep_ops bench layer     # 4096 tokens a rank, hidden 7168, 256 experts of width 2048
 ep-ops bench layer --device cpu --tokens 32 --hidden 128 --width 64 --experts 8 --top-k 2 --iterations 2
 
-Capacity is the worst case where every rank may send all its tokens to one, several times the mean; 1.25 times the mean
-where a name says so. Grouped GEMMs and SwiGLU by kernels of ours touch live rows only. Held: what a forward with
-gradients keeps for backward, without its output. Peak: of forward and backward, with weights, inputs and gradients, and
-on one rank symmetric memory. Ways whose names end in `quack` need quack-kernels 0.6.5.
+Receive buffers have room for the worst case, in which every rank sends all its tokens to one rank, or for 1.25 times
+the mean number of rows. Grouped GEMMs and SwiGLU compute only the rows that hold tokens.
+
+Held: bytes that a forward with gradients keeps for backward, without its output. Peak: the most bytes that are
+allocated during forward and backward, including weights, inputs, gradients and, on one rank, symmetric memory.
+
+Names that end in `quack` need quack-kernels 0.6.5.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from ep_ops import Communicator
 from ep_ops.nn import Experts
 
 from .figures import text_table
-from .options import add_sizes, names_of, new_parser, positive, read
+from .options import add_sizes, names_of, new_parser, only, positive, read
 from .ranks import Found, Run, on_every_rank
 from .workloads import Workload
 
@@ -67,10 +70,23 @@ FIGURES = {"forward": "forward", "forward_backward": "and backward"}
 def parser() -> argparse.ArgumentParser:
     options = new_parser(__doc__, "layer")
     add_sizes(options)
-    options.add_argument("--width", type=positive, default=2048, help="inside each expert (default: %(default)s)")
-    options.add_argument("--times", type=float, help="the worst case, in multiples of the mean (default: as it is)")
-    options.add_argument("--iterations", type=positive, default=20)
-    options.add_argument("--only", type=names_of(WAYS), default=DEFAULT, metavar="NAME,NAME", help=" ".join(WAYS))
+    options.add_argument(
+        "--width", type=positive, default=2048, metavar="N", help="intermediate size (default: %(default)s)"
+    )
+    options.add_argument(
+        "--times",
+        type=float,
+        metavar="X",
+        help="size of the worst-case buffer, in multiples of the mean (default: the real worst case)",
+    )
+    options.add_argument("--iterations", type=positive, default=20, help="timed calls of each (default: %(default)s)")
+    options.add_argument(
+        "--only",
+        type=names_of(WAYS),
+        default=DEFAULT,
+        metavar="NAME,NAME",
+        help=f"{only(WAYS)} (default: those without quack)",
+    )
     options.add_argument(
         "--mode", choices=MODES, default="eager", help="how the layer is called (default: %(default)s)"
     )

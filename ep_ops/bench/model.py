@@ -168,9 +168,27 @@ def assumptions(found: Found) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(prog="ep-ops bench model", description=__doc__)
-    options.add_argument("--tokens", type=positive, default=4096, help="tokens a rank, training (%(default)s)")
-    options.add_argument("--few-tokens", type=positive, default=128, help="tokens a rank, decode (%(default)s)")
-    options.add_argument("--staging", type=float, default=4.0, help="most GiB of staging, training (%(default)s)")
+    options.add_argument(
+        "--tokens",
+        type=positive,
+        default=4096,
+        metavar="N",
+        help="tokens of each rank in training (default: %(default)s)",
+    )
+    options.add_argument(
+        "--few-tokens",
+        type=positive,
+        default=128,
+        metavar="N",
+        help="tokens of each rank in decode (default: %(default)s)",
+    )
+    options.add_argument(
+        "--staging",
+        type=float,
+        default=4.0,
+        metavar="GIB",
+        help="bound on staging in training, GiB (default: %(default)s)",
+    )
     options.add_argument("--out", type=a_file, metavar="FILE", help="write the predictions as JSON")
     args = options.parse_args(argv)
     if not 0 < args.staging < math.inf:

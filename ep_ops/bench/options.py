@@ -18,6 +18,17 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(positive(part) for part in text.split(","))
 
 
+def roles(text: str) -> tuple[int, ...]:
+    """Parse the roles of a kernel's blocks: the number that send, the first that receives, the number of blocks."""
+    try:
+        senders, first, blocks = (int(part) for part in text.split(","))
+    except ValueError:
+        senders = first = blocks = 0
+    if blocks < 1 or not (0 <= senders <= blocks and 0 <= first <= blocks):
+        raise argparse.ArgumentTypeError(f"{text} is not SENDERS,FIRST,ALL with SENDERS and FIRST from 0 to ALL")
+    return senders, first, blocks
+
+
 def a_file(text: str) -> Path:
     """Parse the path of a file to be written, and check it before measuring for hours."""
     path = Path(text)
@@ -35,10 +46,15 @@ def names_of(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     def names(text: str) -> tuple[str, ...]:
         given = tuple(text.split(","))
         if unknown := set(given) - set(known):
-            raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
+            raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))} is unknown; allowed: {' '.join(known)}")
         return given
 
     return names
+
+
+def only(known: Collection[str]) -> str:
+    """Return the help of an option `--only` for the names `known`."""
+    return f"measure nothing but these: {' '.join(known)}"
 
 
 def new_parser(about: str | None, benchmark: str = "") -> argparse.ArgumentParser:
@@ -55,13 +71,15 @@ def new_parser(about: str | None, benchmark: str = "") -> argparse.ArgumentParse
 def add_sizes(options: argparse.ArgumentParser, tokens: int | tuple[int, ...] = 4096) -> None:
     """Add the sizes of the workload; the defaults are those of DeepSeek-V3. `tokens`: one number, or several."""
     several = isinstance(tokens, tuple)
+    shown = ",".join(map(str, tokens)) if isinstance(tokens, tuple) else tokens
     options.add_argument(
         "--tokens", type=numbers if several else positive, default=tokens, metavar="N,N" if several else "N",
-        help="of each rank (default: %(default)s)",
+        help=f"tokens of each rank (default: {shown})",
     )  # fmt: skip
-    options.add_argument("--hidden", type=positive, default=7168)
-    options.add_argument("--experts", type=positive, default=256)
-    options.add_argument("--top-k", type=positive, default=8)
+    for name, size, about in (
+        ("hidden", 7168, "hidden size"), ("experts", 256, "experts of all ranks"), ("top-k", 8, "experts of a token")
+    ):  # fmt: skip
+        options.add_argument(f"--{name}", type=positive, default=size, metavar="N", help=f"{about} (default: {size})")
 
 
 def read(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:

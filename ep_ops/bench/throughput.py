@@ -1,6 +1,6 @@
 """Throughput of dispatch and combine: `ep-ops bench throughput`, on all GPUs of this host or under torchrun.
 
-ep-ops bench throughput                                        # workload A, one process for each visible GPU
+ep-ops bench throughput                                        # preset quick, one process for each visible GPU
 torchrun --nproc-per-node 4 -m ep_ops bench throughput --preset full --out results.json
 ep-ops bench throughput --ranks 2 --against results.json       # 2 ranks may share a GPU; ratios to a recorded run
 ep-ops bench throughput --preset sizes --dry-run               # what would be measured; needs no GPU
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from .against import reject_other_kind
-from .options import add_against, add_domain_options, names_of, new_parser, numbers, positive, read
+from .options import add_against, add_domain_options, names_of, new_parser, numbers, only, positive, read
 from .presets import MEASURABLE, PRESETS, Preset, over_sms
 from .ranks import on_every_rank
 from .session import Session
@@ -27,13 +27,15 @@ from .workloads import expected_traffic
 def parser() -> argparse.ArgumentParser:
     options = new_parser(__doc__, "throughput")
     options.add_argument("--preset", choices=PRESETS, help="what to measure (default: quick; on CPUs: tiny)")
-    options.add_argument("--sms", type=numbers, metavar="N,N", help="budgets that preset sms tries")
-    options.add_argument("--dispatch-sms", type=positive, metavar="N", help="where the preset leaves it to the backend")
-    options.add_argument("--combine-sms", type=positive, metavar="N", help="likewise")
-    everything = ("link", *MEASURABLE)
+    options.add_argument("--sms", type=numbers, metavar="N,N", help="numbers of SMs that preset sms tries")
     options.add_argument(
-        "--only", type=names_of(everything), metavar="NAME,NAME", help=f"measure nothing but: {' '.join(everything)}"
+        "--dispatch-sms", type=positive, metavar="N", help="SMs of a dispatch, where the preset does not set them"
     )
+    options.add_argument(
+        "--combine-sms", type=positive, metavar="N", help="SMs of a combine, where the preset does not set them"
+    )
+    everything = ("link", *MEASURABLE)
+    options.add_argument("--only", type=names_of(everything), metavar="NAME,NAME", help=only(everything))
     options.add_argument(
         "--skip", type=names_of(everything), default=(), metavar="NAME,NAME", help="measure all but these"
     )

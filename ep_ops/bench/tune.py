@@ -29,7 +29,7 @@ from ep_ops.backends.cute.tuning import KNOBS, Row, read, text_of
 
 from .figures import text_table
 from .operators import Calls
-from .options import add_domain_options, add_sizes, names_of, new_parser, positive
+from .options import add_domain_options, add_sizes, names_of, new_parser, only, positive
 from .options import read as read_options
 from .presets import FORMATS, SUM_FORMAT, SUMS
 from .ranks import Run, on_every_rank
@@ -82,10 +82,15 @@ def parser() -> argparse.ArgumentParser:
     add_sizes(options, TOKENS)
     names = [tuned.call for tuned in CASES]
     options.add_argument(
-        "--only", type=names_of(names), default=tuple(names), metavar="NAME,NAME", help=" ".join(names)
+        "--only", type=names_of(names), default=tuple(names), metavar="NAME,NAME", help=only(names)
     )  # fmt: skip
     options.add_argument("--iterations", type=positive, default=40, help="timed calls of each (default: %(default)s)")
-    options.add_argument("--gain", type=float, default=0.01, help="share of the time to save (default: %(default)s)")
+    options.add_argument(
+        "--gain",
+        type=float,
+        default=0.01,
+        help="least share of the time that a change must save (default: %(default)s)",
+    )
     add_domain_options(options)
     return options
 

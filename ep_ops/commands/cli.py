@@ -187,11 +187,11 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 BENCHMARKS = {
     "throughput": "throughput kernels, forward and backward, compared with the link, NCCL and eager PyTorch",
-    "latency": "latency kernels in CUDA graphs: pairs, split operations, with concurrent matrix products",
+    "latency": "latency kernels in CUDA graphs: whole and split operations, pairs, compared with NCCL",
     "decode": "a whole decode layer in CUDA graphs, compared with the time that reading its weights takes",
     "layer": "a whole layer, forward and backward, with receive buffers of the exact size and larger ones",
-    "tune": "finds the numbers of blocks with which operations take the least time, and writes them",
-    "model": "predicted times, bytes and memory of up to 576 ranks; runs nothing",
+    "tune": "find the numbers of blocks with which operations take the least time, and write them to a file",
+    "model": "predict times, bytes and memory on up to 576 ranks; runs nothing",
 }
 BENCHMARK_NOTES = (
     "All except model run on all GPUs of this host, one process for each, or on the ranks of torchrun. Without GPUs,",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -392,6 +393,33 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as stop:
             cli.main(wrong)
         assert stop.value.code == 2 and error in capsys.readouterr().err
+
+
+COMMAND = re.compile(
+    r"^ *(?:\w+=\S+ )*(?:ep-ops|torchrun [^#\n]*-m ep_ops) (compile|bench \w+)((?: [^#\s][^#\n]*?)?)(?:  +#.*)?$", re.M
+)
+"""A command of ``ep-ops`` on a line of its own: its name and its arguments."""
+
+
+def test_commands_that_pages_and_help_texts_show_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Options that were removed or renamed appear in no page and in no help text. Runs that ``--against`` compares with
+    are left out, because their files do not exist here."""
+    monkeypatch.chdir(tmp_path)  # for the files of --out
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]
+    texts = [path.read_text() for path in (*pages, *ROOT.glob("ep_ops/bench/*.py"))]
+    found = {m.groups() for text in texts for m in COMMAND.finditer(text)}
+    assert len(found) > 30
+    for command, given in sorted(found):
+        argv = re.sub(r" --against \S+", "", given).split()
+        if command == "compile":
+            assert cli.parser().parse_args([command, *argv]).run is not None
+        elif (kind := command.split()[1]) != "model":
+            try:
+                importlib.import_module(f"ep_ops.bench.{kind}").parser().parse_args(argv)
+            except SystemExit:
+                pytest.fail(f"ep-ops {command}{given}: {capsys.readouterr().err}")
 
 
 def test_ranks_are_at_most_the_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

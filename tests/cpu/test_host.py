@@ -109,7 +109,7 @@ def test_steps_of_each_number_of_ranks() -> None:
 def test_arguments_that_contradict_the_host_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     for given, text in (
         ("--compile", "--compile needs --ranks"),
-        ("--device cpu --only warm", "unknown: warm"),
+        ("--device cpu --only warm", "warm is unknown; allowed: "),
         ("--device cuda", "--device is cuda, but torch sees no GPU"),
     ):
         if "cuda" in given and torch.cuda.is_available():

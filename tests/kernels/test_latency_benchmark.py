@@ -92,7 +92,10 @@ def test_one_rank_under_torchrun_measures_what_was_asked_for() -> None:
 def test_says_what_it_cannot_do(capsys: pytest.CaptureFixture[str]) -> None:
     for given, text in (
         (["--device", "cuda"], "torch sees no GPU"),
-        (["--only", "pair,pear"], "unknown: pear"),
+        (["--only", "pair,pear"], "pear is unknown; allowed: pair pair_padded"),
+        (["--deal", "1,2"], "1,2 is not SENDERS,FIRST,ALL"),
+        (["--deal", "9,0,8"], "9,0,8 is not SENDERS,FIRST,ALL"),
+        (["--deal", "8,0,8"], "--deal is given, but the reference backend has no blocks; allowed: GPUs"),
         (["--tokens", "8,0"], "--tokens: 0 is not an int of at least 1"),
         (["--hidden", "7"], "--hidden is 7; allowed: a multiple of 8"),
         (["--top-k", "9", "--experts", "8"], "--top-k is 9; allowed: 1..8"),
