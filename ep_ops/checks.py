@@ -52,6 +52,7 @@ from .records import (
     ROW_LAYOUTS,
     TOKEN_MAJOR,
     described,
+    whole,
     wrong_type,
 )
 from .specs import CombineSpec, DispatchBackwardSpec, DispatchSpec, PlanSpec, Spec
@@ -172,7 +173,7 @@ def flight(number: Any) -> None:
 
 def empty_rows(m: Member, num_rows: int) -> None:
     """Check the number of rows of :meth:`Communicator.empty_rows`."""
-    if not 0 <= num_rows <= m.symmetric_rows:
+    if not 0 <= whole("num_rows", num_rows) <= m.symmetric_rows:
         raise ValueError(f"num_rows is {num_rows}; allowed: 0..{m.symmetric_rows}, the symmetric_rows of {m.name!r}")
 
 

@@ -32,7 +32,7 @@ from .memory import MemoryPlan, plan_of
 from .methods import Methods
 from .operators.rejection import of_two_threads, take
 from .overflow import Overflow
-from .records import Operation
+from .records import Operation, whole
 from .statistics import Lateness, Statistics
 from .statistics.counts import Counts
 from .statistics.lateness import lateness
@@ -375,7 +375,7 @@ class Communicator(Methods):
         """
         reject_destroyed(self)
         rank = self.rank if rank is None else rank
-        if not 0 <= rank < self.world_size:
+        if not 0 <= whole("rank", rank) < self.world_size:
             raise ValueError(f"rank is {rank}; allowed: 0..{self.world_size - 1}")
         return self.backend.last_operations(rank)
 

@@ -131,7 +131,7 @@ class Config:
             host (gloo); over NCCL its operations follow the timeout of the process group.
         dispatch_sms: multiprocessors (SMs) that a dispatch may take, at least 1. None: chosen by a model of the bytes
             moved, and more on ranks that receive more rows. :meth:`Communicator.sm_budget` changes it temporarily.
-        combine_sms: multiprocessors (SMs) that a combine may take, at least 1. None: five sixths of the GPU, and in
+        combine_sms: multiprocessors (SMs) that a combine may take, at least 2. None: five sixths of the GPU, and in
             split operations as many as a model of the bytes moved computes.
         latency_max_tokens: calls whose ``max_tokens`` is at most this run on the latency kernels of the cute backend,
             with bit-identical results, at least 0. 0: never. None: 256, or fewer if the sizes require it.
@@ -173,7 +173,7 @@ class Config:
     backend: str = field(default="auto", metadata=_one_of(*BACKENDS))
     timeout: float = field(default=900.0, metadata=_SECONDS)
     dispatch_sms: int | None = field(default=None, metadata=_int(1, optional=True))
-    combine_sms: int | None = field(default=None, metadata=_int(1, optional=True))
+    combine_sms: int | None = field(default=None, metadata=_int(2, optional=True))
     latency_max_tokens: int | None = field(default=None, metadata=_int(0, optional=True))
     symmetric_rows: int = field(default=0, metadata=_int(0, INT32_LIMIT - 1))
     strict: bool = field(default=True, metadata=_one_of(True, False))

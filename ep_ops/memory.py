@@ -8,7 +8,7 @@ from typing import Any
 from . import arrivals, backends
 from .config import Config, configured, consecutive_domains, is_int, most_token_rows, worst_case_rows
 from .formats import exact_dtype
-from .records import GROUPED, TOKEN_MAJOR, check_rows_of_experts, check_types
+from .records import GROUPED, TOKEN_MAJOR, check_rows_of_experts, wrong_type
 
 
 class MemoryPlan(dict[str, int]):
@@ -66,14 +66,14 @@ def memory_plan(
         world_size: number of ranks, at least 1.
         rank: the rank whose memory is returned, 0..world_size - 1.
         capacity: rows of the receive buffer. None: the worst case, without drops.
-        layer: arguments of :class:`ep_ops.nn.Experts`: ``intermediate_size``, ``rows``, ``places``, ``redispatch``, and
-            ``gemms`` ("torch" or "quack"). None: no layer, and grouped rows.
+        layer: a dict of these arguments of :class:`ep_ops.nn.Experts`: ``intermediate_size`` (required), ``rows``,
+            ``places``, ``redispatch``, and ``gemms`` ("torch" or "quack"). None: no layer, and grouped rows.
 
     Returns:
         MemoryPlan: bytes by purpose.
 
     Raises:
-        TypeError: options are unknown or missing, or ``layer`` has another type.
+        TypeError: options or keys of ``layer`` are unknown or missing, or ``layer`` has another type.
         ValueError: no communicator or layer accepts a value.
     """
     config = planned(configured("memory_plan", config, options), world_size)
@@ -81,12 +81,23 @@ def memory_plan(
         raise ValueError(f"rank is {rank!r}; allowed: 0..{world_size - 1}")
     if capacity is not None and (not is_int(capacity) or capacity < 0):
         raise ValueError(f"capacity is {capacity!r}; allowed: None or an int of at least 0")
-    if isinstance(layer, dict):
-        layer = LayerPlan(**layer)
-    if layer is not None:
-        check_types(LayerPlan, layer=layer)
-        layer.check(config.alignment)
-    return plan_of(config, rank, capacity, layer)
+    planned_layer = _layer_of(layer)
+    if planned_layer is not None:
+        planned_layer.check(config.alignment)
+    return plan_of(config, rank, capacity, planned_layer)
+
+
+def _layer_of(given: object) -> LayerPlan | None:
+    """Return the argument ``layer`` as a record. TypeError for another type, and for unknown or missing keys."""
+    if given is None or isinstance(given, LayerPlan):
+        return given
+    if not isinstance(given, dict):
+        raise wrong_type("layer", given, "a dict of arguments of ep_ops.nn.Experts")
+    first, *others = names = [field.name for field in dataclasses.fields(LayerPlan)]
+    if first not in given or not set(given) <= set(names):
+        keys = ", ".join(map(str, given)) or "none"
+        raise TypeError(f"layer has the keys {keys}; allowed: {first}, which is required, {', '.join(others)}")
+    return LayerPlan(**given)
 
 
 def planned(config: Config, world_size: int) -> Config:

@@ -71,11 +71,11 @@ def dequantize(codes: Tensor, scales: Tensor, form: Format, dtype: torch.dtype) 
     return (blocks * exact.view(-1, count, 1)).view(codes.shape).to(dtype)
 
 
-def reject_hidden(hidden: int, form: Format) -> None:
-    """Raise ValueError for a hidden size that the format does not allow."""
+def reject_hidden(hidden: int, form: Format, name: str = "hidden_size") -> None:
+    """Raise ValueError for a hidden size that the format does not allow. ``name``: what has this size."""
     if hidden % form.multiple:
         raise ValueError(
-            f"hidden_size is {hidden}; format {form.name!r} takes multiples of {form.multiple}"
+            f"{name} is {hidden}; format {form.name!r} takes multiples of {form.multiple}"
             + ("" if form.block else " (rows begin at multiples of 16 bytes)")
         )
 

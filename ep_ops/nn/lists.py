@@ -64,7 +64,7 @@ def expert_lists(
     ``exact`` is True.
 
     Args:
-        local_idx: local expert of each (row, k), int32 [R, K], -1 for none: ``Dispatched.local_idx``.
+        local_idx: local expert of each (row, k), int32 or int64 [R, K], -1 for none: ``Dispatched.local_idx``.
         num_local_experts: El.
         alignment: each list is padded to a multiple of this number of places, at least 1.
         capacity: number of places L, a multiple of ``alignment``. None: the largest number that R rows can need.
@@ -76,11 +76,16 @@ def expert_lists(
         ExpertLists: the lists.
 
     Raises:
-        TypeError: ``local_idx`` is not a tensor.
-        ValueError: ``alignment`` or ``capacity`` is out of range, ``exact`` is given with a capacity, or, on CPUs, an
-            id is out of range. On GPUs ids are not checked, and the result for an invalid one is undefined.
+        TypeError: ``local_idx`` is not a tensor or has another dtype.
+        ValueError: ``local_idx`` has another shape, ``alignment`` or ``capacity`` is out of range, ``exact`` is given
+            with a capacity, or, on CPUs, an id is out of range. On GPUs ids are not checked, and the result for an
+            invalid one is undefined.
     """
     check_types(Tensor, local_idx=local_idx)
+    if local_idx.dim() != 2:
+        raise ValueError(f"local_idx has shape {tuple(local_idx.shape)}; allowed: [R, K]")
+    if local_idx.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"local_idx has dtype {local_idx.dtype}; allowed: torch.int32, torch.int64")
     if alignment < 1:
         raise ValueError(f"alignment is {alignment}; allowed: an int of at least 1")
     if capacity is not None and (capacity < alignment or capacity % alignment):

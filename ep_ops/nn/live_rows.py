@@ -78,7 +78,7 @@ def swiglu_quantized(
     """
     rows = _checked(gate_and_up, route)
     form, layout = _format(format, scales_as)
-    formats.reject_hidden(gate_and_up.shape[1] // 2, form)
+    formats.reject_hidden(gate_and_up.shape[1] // 2, form, "F (half the columns of gate_and_up)")
     if gate_and_up.dtype == torch.float64:
         raise TypeError("gate_and_up has dtype torch.float64; allowed for quantization: bfloat16, float16, float32")
     codes, scales = _SWIGLU_QUANTIZED(*rows, format, layout)

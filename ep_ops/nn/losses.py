@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_ops.formats import exact_dtype
+from ep_ops.records import check_types
 
 
 def load_balancing_loss(logits: Tensor, topk_idx: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -29,7 +30,12 @@ def load_balancing_loss(logits: Tensor, topk_idx: Tensor, group: dist.ProcessGro
 
     Returns:
         Tensor: float32 [] (float64 if the logits are).
+
+    Raises:
+        TypeError: ``logits`` or ``topk_idx`` is not a tensor.
+        ValueError: they have different numbers of tokens.
     """
+    _check_tokens(logits, topk_idx)
     num_experts = logits.shape[-1]
     logits, topk_idx = logits.reshape(-1, num_experts), topk_idx.reshape(-1, topk_idx.shape[-1])
     there = (topk_idx >= 0).any(dim=-1, keepdim=True)
@@ -53,7 +59,11 @@ def router_z_loss(logits: Tensor, topk_idx: Tensor | None = None, group: dist.Pr
 
     Returns:
         Tensor: float32 [] (float64 if the logits are).
+
+    Raises:
+        TypeError, ValueError: as for :func:`load_balancing_loss`.
     """
+    _check_tokens(logits, topk_idx)
     logits = logits.reshape(-1, logits.shape[-1]).to(exact_dtype(logits.dtype))
     if topk_idx is None:
         there = torch.ones_like(logits[:, 0], dtype=torch.bool)
@@ -107,6 +117,19 @@ def expert_counts(topk_idx: Tensor, num_experts: int) -> Tensor:
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=chosen.device)
     counts = counts.index_add(0, torch.where(chosen >= 0, chosen, num_experts), torch.ones_like(chosen))
     return counts[:num_experts]
+
+
+def _check_tokens(logits: Tensor, topk_idx: Tensor | None) -> None:
+    """Raise TypeError or ValueError unless logits and ids, if given, are of the same tokens."""
+    check_types(Tensor, logits=logits)
+    if topk_idx is None:
+        return
+    check_types(Tensor, topk_idx=topk_idx)
+    tokens = logits.shape[:-1].numel()
+    if topk_idx.shape[:-1].numel() != tokens:
+        raise ValueError(
+            f"topk_idx has shape {tuple(topk_idx.shape)}; allowed: [..., K] of {tokens} tokens, like logits"
+        )
 
 
 def _sum_over(group: dist.ProcessGroup | None, *parts: Tensor) -> tuple[Tensor, ...]:

@@ -205,8 +205,15 @@ class SwiGLU(nn.Module):
 
 
 def swiglu(gate_and_up: Tensor) -> Tensor:
-    """Return silu of the first half times the second half: [..., 2F] -> [..., F]. TypeError if not given a tensor."""
+    """Return silu of the first half times the second half: [..., 2F] -> [..., F].
+
+    Raises:
+        TypeError: ``gate_and_up`` is not a tensor.
+        ValueError: its last dimension is odd.
+    """
     check_types(Tensor, gate_and_up=gate_and_up)
+    if gate_and_up.dim() == 0 or gate_and_up.shape[-1] % 2:
+        raise ValueError(f"gate_and_up has shape {tuple(gate_and_up.shape)}; allowed: [..., 2F]")
     gate, up = gate_and_up.chunk(2, dim=-1)
     return nn.functional.silu(gate) * up
 

@@ -99,9 +99,13 @@ def weights_of_places(weights: Tensor, lists: ExpertLists) -> Tensor:
 
     Raises:
         TypeError: ``weights`` is not a tensor, or ``lists`` are not ExpertLists.
+        ValueError: ``weights`` has another shape.
     """
     check_types(Tensor, weights=weights)
     check_types(ExpertLists, lists=lists)
+    if weights.shape != lists.places.shape:
+        allowed = f"{tuple(lists.places.shape)}, the shape of local_idx"
+        raise ValueError(f"weights has shape {tuple(weights.shape)}; allowed: {allowed}")
     return _OfPlaces.apply(weights, lists.flat, lists.places)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ep_ops.formats import exact_dtype
 from ep_ops.nn.expert_module import fill_weight
+from ep_ops.records import whole
 
 
 class Routed(NamedTuple):
@@ -54,7 +55,7 @@ class Router(nn.Module):
         super().__init__()
         if scores not in ("softmax", "sigmoid"):
             raise ValueError(f"scores is {scores!r}; allowed: 'softmax', 'sigmoid'")
-        if not 1 <= top_k <= num_experts:
+        if not 1 <= whole("top_k", top_k) <= num_experts:
             raise ValueError(f"top_k is {top_k}; allowed: 1..num_experts {num_experts}")
         self.top_k, self.scores, self.seed = top_k, scores, seed
         self.normalize = top_k > 1 if normalize is None else normalize

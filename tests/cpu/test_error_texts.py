@@ -115,3 +115,48 @@ def test_a_world_size_that_says_nothing(given: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WORLD_SIZE", given)
     ep_ops.Communicator(**SIZES, device="cpu").destroy()
     assert not [one for one in recwarn if "WORLD_SIZE" in str(one.message)]
+
+
+PLAN: dict[str, Any] = {**SIZES, "world_size": 2}
+
+
+@pytest.mark.parametrize(("layer", "text"), [
+    ({"width": 8}, "layer has the keys width; allowed: intermediate_size, which is required, rows, places, redispatch"),
+    ({"intermediate_size": 8, "capacity": 3}, "layer has the keys intermediate_size, capacity; allowed: intermediate"),
+    ({}, "layer has the keys none; allowed: intermediate_size, which is required"),
+    (8, "layer is an int; allowed: a dict of arguments of ep_ops.nn.Experts"),
+])  # fmt: skip
+def test_layers_of_a_memory_plan(layer: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        ep_ops.memory_plan(**PLAN, layer=layer)
+
+
+def test_arguments_of_functions_between_dispatch_and_combine(comm: ep_ops.Communicator) -> None:
+    """Shapes that torch would accept with a wrong result, or reject without naming the argument, raise here."""
+    sent = comm.dispatch(X, IDS, WEIGHTS, layout="token_major")
+    assert sent.local_idx is not None and sent.weights is not None
+    lists = nn.expert_lists(sent.local_idx, 4)
+    rows = sent.x.shape[0]
+    for call, error, text in (
+        (lambda: nn.expert_lists(sent.local_idx[0], 4), ValueError, r"local_idx has shape \(2,\); allowed: \[R, K\]"),
+        (lambda: nn.expert_lists(sent.x, 4), TypeError, "local_idx has dtype torch.float32; allowed: torch.int32"),
+        (lambda: nn.weights_of_places(sent.weights[1:], lists), ValueError,
+            rf"weights has shape \({rows - 1}, 2\); allowed: \({rows}, 2\)"),
+        (lambda: nn.weights_of_places(torch.ones(rows + 1, 2), lists), ValueError, "weights has shape"),
+        (lambda: nn.swiglu(torch.ones(3, 3)), ValueError, r"gate_and_up has shape \(3, 3\); allowed: \[..., 2F\]"),
+        (lambda: nn.load_balancing_loss(torch.ones(2, 2, 4), IDS[:3]), ValueError,
+            r"topk_idx has shape \(3, 2\); allowed: \[..., K\] of 4 tokens, like logits"),
+        (lambda: nn.router_z_loss(torch.ones(4, 4), IDS[:1]), ValueError, r"topk_idx has shape \(1, 2\); allowed: "),
+        (lambda: nn.router_z_loss(4), TypeError, "logits is an int; allowed: a tensor"),  # type: ignore[arg-type]
+        (lambda: nn.Router(4, 16, "2"), ValueError, "top_k is '2'; allowed: an int"),  # type: ignore[arg-type]
+        (lambda: comm.empty_rows("2"), ValueError, "num_rows is '2'; allowed: an int"),  # type: ignore[arg-type]
+        (lambda: comm.last_operations("0"), ValueError, "rank is '0'; allowed: an int"),  # type: ignore[arg-type]
+    ):  # fmt: skip
+        with pytest.raises(error, match=text):
+            call()
+    grouped = comm.dispatch(X, IDS)
+    narrow = torch.ones(grouped.route.num_rows, 64)
+    with pytest.raises(ValueError, match=r"F \(half the columns of gate_and_up\) is 32; format 'e4m3/128/pow2' takes"):
+        nn.swiglu_quantized(narrow, grouped.route)
+    logits = torch.ones(2, 2, 4)
+    assert nn.load_balancing_loss(logits, IDS).isfinite() and nn.router_z_loss(logits, IDS).isfinite()
