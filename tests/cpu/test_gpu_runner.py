@@ -115,6 +115,13 @@ def test_an_interrupted_run_has_a_table(tmp_path: Path) -> None:
     assert "interrupted" in said and "| test_interrupted.py | 1, 0, 0, 2, " in said, said
 
 
+def test_processes_that_run_no_test_say_why(tmp_path: Path) -> None:
+    (tmp_path / "test_broken.py").write_text("import a_module_that_is_missing")
+    code, found, said = run(tmp_path, "--ranks", "1")
+    assert code == 1 and found["stages"][0]["tests"] == [], said
+    assert "1: rank 0 ended with " in said and "No module named 'a_module_that_is_missing'" in said, said
+
+
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """tests/gpu/run.py as a module."""
@@ -213,7 +220,7 @@ def test_groups_on_several_gpus(runner: Any, monkeypatch: pytest.MonkeyPatch, tm
     given = ["--folder", str(tmp_path), "--ranks", "1 2 4"]
     made = runner.Run(runner.read([*given, "--gpus", "2"]))
     assert [(stage.name, stage.groups, stage.percentage) for stage in made.stages] == [
-        ("1", 8, 25), ("1 alone", 2, 0), ("2", 4, 25), ("2 alone", 2, 50), ("4", 2, 25), ("4 alone", 2, 25),
+        ("1", 8, 20), ("1 alone", 2, 0), ("2", 4, 20), ("2 alone", 2, 50), ("4", 2, 20), ("4 alone", 2, 20),
     ]  # fmt: skip
     assert [place.env(25) for place in made.places] == [
         {"CUDA_VISIBLE_DEVICES": f"GPU-{name}", "pipe": f"mps{i}", "share": "25"} for i, name in enumerate(("aa", "bb"))

@@ -170,6 +170,8 @@ class Group:
             self.listen(rank)
         if len(self.finished) == len(self.processes):
             self.ended = True
+            if not self.heard:
+                self.explain()
             return
         codes = {rank: process.poll() for rank, process in enumerate(self.processes) if rank not in self.finished}
         died = [rank for rank, code in codes.items() if code is not None]
@@ -247,6 +249,14 @@ class Group:
         else:
             self.start()
 
+    def explain(self) -> None:
+        """Say what processes have written that ended without a test because of an error."""
+        for rank, process in enumerate(self.processes):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                if process.wait(10.0) != 0:
+                    written = self.logs[rank].read_text(errors="replace")[-1500:]
+                    self.run.say(f"{self.stage.name}: rank {rank} ended with {process.returncode}\n{written}")
+
     def kill(self) -> None:
         for process in self.processes:
             if process.poll() is None:
@@ -317,10 +327,10 @@ class Run:
             alone = [name for name in files if name in ALONE]
             rest = [name for name in files if name not in ALONE]
             if rest:
-                share = 100 // (each * groups) if together else 0
+                share = share_of(each * groups) if together else 0
                 stages.append(Stage(f"{ranks}", ranks, rest, groups * places, share))
             if alone:
-                share = 100 // each if together and each > 1 else 0
+                share = share_of(each) if together and each > 1 else 0
                 queues = QUEUES // each if share else 0
                 stages.append(Stage(f"{ranks} alone", ranks, alone, min(places, len(alone)), share, queues))
         if MANY in (asked or found):
@@ -433,10 +443,12 @@ class Run:
             self.say((self.folder / "compiling.log").read_text()[-500:].strip())
 
     def list_kernels(self, stage: Stage) -> None:
-        """Another process lists the kernels of the stage."""
-        if self.arch is None or not stage.ranks or any("::" in asked for asked in self.args.files):
+        """Another process lists the kernels of the stage's files, but those of which single tests are requested."""
+        parts = {file for file, test in map(split, self.args.files) if test}
+        files = [file for file in stage.files if file not in parts]
+        if self.arch is None or not stage.ranks or not files:
             return
-        command = [sys.executable, str(HERE / "precompile.py"), str(self.folder), str(stage.ranks), *stage.files]
+        command = [sys.executable, str(HERE / "precompile.py"), str(self.folder), str(stage.ranks), *files]
         with open(self.folder / f"listing-{stage.name.replace(' ', '-')}.log", "wb") as log:
             subprocess.Popen(command, env=os.environ | self.env | {"CUDA_VISIBLE_DEVICES": ""}, stdout=log, stderr=log)
 
@@ -502,6 +514,13 @@ def table(found: dict[str, Any], slowest: int = 12) -> list[str]:
             for test in stage["tests"] if test["outcome"] == "failed"
         ]  # fmt: skip
     return lines
+
+
+def share_of(processes: int) -> int:
+    """Return the share of a GPU's multiprocessors for each of so many processes under MPS, in percent. Shares of three
+    and more leave a fifth of them: of four processes with 25 % each, one found most of its multiprocessors taken (H100,
+    driver 580)."""
+    return (100 if processes < 3 else 80) // processes
 
 
 def split(asked: str) -> tuple[str, str]:
