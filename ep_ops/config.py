@@ -143,14 +143,14 @@ class Config:
         domain_size: number of ranks of each NVLink domain, a divisor of the number of ranks. It declares domains that
             are smaller than the detected domains and consist of consecutive ranks of one. None: the detected domains.
             All domains must have the same number of ranks. The order of summation depends on the domains
-            (``ep_ops.backends.reference``).
+            (docs/domains.md).
         staging_bytes: the most bytes of symmetric memory that the kernels may allocate, at least 1, not counting
             ``symmetric_rows`` (cute backend). Larger calls run in up to 64 rounds, with bit-identical results. None:
             enough for ``max_tokens_per_rank`` in one round (:func:`ep_ops.memory_plan` prints how much).
         overflow: what happens when rows exceed ``capacity`` or ``slots``. "count": they are dropped and counted
             (``Dispatched.dropped``). "raise": the next :meth:`Communicator.check_errors` raises as well; it then waits
             for the device.
-        statistics: whether to count operations, rows, bytes and waits for :meth:`Communicator.statistics`. It adds two
+        statistics: True counts operations, rows, bytes and waits for :meth:`Communicator.statistics`. It adds two
             small kernels to each dispatch, one to each combine, and a few instructions to the cute backend's kernels.
         name: name by which operators find the communicator. Empty: "ep0", "ep1", ..., a number that no rank has used.
         check: "1" compares every operation with the reference backend (docs/failures.md), "0" does not. Default:

@@ -25,6 +25,9 @@ from ep_ops.formats import format_of, layout_of
 from ep_ops.formats.quantize import reject_hidden
 from ep_ops.memory import planned
 
+_METAVARS = {"tuple[int, ...]": "N,N", "bool": "True|False"}
+"""How help texts show values of options, by the annotation of the field; others by their name."""
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add a command line option for each field of :class:`Config` that can be read from text."""
@@ -32,7 +35,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for name, field in options().items():
         if "parse" in field.metadata:
             parser.add_argument(
-                "--" + name.replace("_", "-"), type=field.metadata["parse"], metavar=name.upper(),
+                "--" + name.replace("_", "-"), type=field.metadata["parse"],
+                metavar=_METAVARS.get(str(field.type), name.upper()),
                 required=field.default is field.default_factory, default=argparse.SUPPRESS, help=about[name],
             )  # fmt: skip
 

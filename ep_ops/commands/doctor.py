@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from ep_ops.backends import tuning_problem
 from ep_ops.commands.launch import gpu_count
 from ep_ops.config import Config
 
@@ -207,12 +208,14 @@ def gemms() -> list[str]:
 
 
 def environment() -> list[str]:
-    """Return the variables that set defaults of options: value, option, allowed values."""
+    """Return the variables that set defaults of options, and the one of the tuning table: value, meaning."""
     lines = []
     for option in dataclasses.fields(Config):
         if variable := option.metadata.get("variable"):
             value = os.environ.get(variable)
             lines.append(f"{variable:<15} {value or 'not set'}  ({option.name}: {option.metadata['words']})")
+    tuning = os.environ.get("EP_OPS_TUNING") or "not set"
+    lines.append(f"{'EP_OPS_TUNING':<15} {tuning}  ({tuning_problem() or 'a file of ep-ops bench tune'})")
     return lines
 
 

@@ -258,7 +258,7 @@ class PrepareAndFinalize(_PrepareAndFinalize):
     another rank, or nothing, a row has the id of an expert of another rank (-1 if there is none), which vLLM's experts
     leave out, and the weight 0. Rows after those that were sent are undefined, and all their ids are of that kind.
 
-    vLLM 0.26's ``TritonExperts`` compute such places as well; :class:`SkippingTritonExperts` replaces them.
+    vLLM 0.26's ``TritonExperts`` compute such places as well; :func:`skipping_triton_experts` replaces them.
 
     Args:
         comms: a communicator for each micro-batch in progress: two for vLLM's dual batch overlap.

@@ -29,11 +29,11 @@ class ExpertLists(NamedTuple):
     R rows, K experts for each token, El local experts, L places. The places of an expert, its *list*, are contiguous.
     """
 
-    rows: Tensor  # [L] the row of each place; where none is, some row that there is (of the same expert in its padding)
-    flat: Tensor  # [L] row * K + k of each place, R * K where nothing is
+    rows: Tensor  # [L] the row of each place; padding repeats a row of its expert, and any row follows the last list
+    flat: Tensor  # [L] row * K + k of each place; R * K in empty places
     places: Tensor  # [R, K] the place of each (row, k), -1 where it has none
     offs: Tensor  # [El] where each list ends, its padding included
-    counts: Tensor  # [El] places of each that hold something
+    counts: Tensor  # [El] places of each list that are not empty
     dropped: Tensor  # [El] (row, k) that found no place
     alignment: int  # lists are padded to a multiple of it
 

@@ -365,6 +365,13 @@ def test_doctor_on_module_loading(given: str | None, said: str, monkeypatch: pyt
     assert line.startswith(said) and ("may block" in line) == (said == "LAZY")
 
 
+def test_doctor_reports_the_table_of_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EP_OPS_TUNING", raising=False)
+    assert doctor.environment()[-1] == "EP_OPS_TUNING   not set  (a file of ep-ops bench tune)"
+    monkeypatch.setenv("EP_OPS_TUNING", "/nowhere.json")
+    assert "'/nowhere.json': the file cannot be read" in doctor.environment()[-1]
+
+
 def test_doctor_on_unequal_domains(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpus(monkeypatch, [(9, 0)] * 3, set())
     cliques = {"GPU-0": 1, "GPU-1": 2, "GPU-2": 1}
