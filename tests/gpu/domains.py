@@ -54,9 +54,11 @@ def half_of_the_memory(world_size: int, size: int | None) -> int:
 
 
 @pytest.fixture(params=overs(int(os.environ.get("WORLD_SIZE", 1))), ids=lambda over: f"{over[0]}-{over[1]}")
-def make(request, monkeypatch) -> Make:
+def make(request, monkeypatch, seed) -> Make:
     """make(backend, name, half, formats=(), **more): a communicator of domains of so many ranks, over that wire, which
-    will send rows in these formats, if any are named, and no others. Skips on all ranks alike."""
+    will send rows in these formats, if any are named, and no others. Skips on all ranks alike. What torch draws in the
+    test differs from rank to rank, so that another rank's rows are wrong rows."""
+    torch.manual_seed(seed + ranks()[0])
     size, wire = request.param
     if wire == "nvshmem":
         if why := nvshmem.problem() or backends.no_device_library():

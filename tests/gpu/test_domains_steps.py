@@ -102,7 +102,6 @@ def test_soak(make, seed, together):
     """Steps of a graph that draws its tokens itself, so that no host is waited for: forward and backward of many,
     forward of few. Each time other experts are named, by more or less of them, mostly by low or by high ids."""
     bad = torch.zeros((), dtype=torch.int64, device="cuda")
-    torch.cuda.manual_seed(seed + ranks()[0])
     with make("cute", "soak") as comm:
 
         def step(bound: int, backward: bool) -> None:
