@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import posixpath
 import re
@@ -125,6 +126,21 @@ def test_the_api_lists_every_method_of_a_communicator() -> None:
     page = (ROOT / "docs/api/communicator.md").read_text()
     methods = {name for name, member in inspect.getmembers(ep_ops.Communicator, callable) if name[0] != "_"}
     assert set(re.findall(r"^        - (\w+)$", page, re.M)) == methods
+
+
+def test_the_api_documents_what_layers_export() -> None:
+    """docs/api/nn.md documents exactly the names of ``ep_ops.nn.__all__``, because documented names are public."""
+    documented = set()
+    blocks = (ROOT / "docs/api/nn.md").read_text().split("\n::: ")[1:]
+    for block in blocks:
+        module = importlib.import_module(block.split()[0])
+        members = re.search(r"members: \[(.*)\]", block)
+        made = [one for one in vars(module).values() if inspect.isfunction(one) or inspect.isclass(one)]
+        defined = {one.__name__ for one in made if one.__module__ == module.__name__}
+        constants = set(re.findall(r'^([A-Z_]+) = .*\n"""', Path(str(module.__file__)).read_text(), re.M))
+        shown = set(members[1].split(", ")) if members else {n for n in defined | constants if n[0] != "_"}
+        documented |= shown
+    assert documented == set(ep_ops.nn.__all__)
 
 
 def texts() -> list[str]:
