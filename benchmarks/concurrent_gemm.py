@@ -64,7 +64,7 @@ def leads(text: str) -> tuple[float, ...]:
 
 def options() -> argparse.ArgumentParser:
     parser = new_parser(__doc__)
-    parser.add_argument("--tokens", type=positive, default=4096, help="of each rank (%(default)s)")
+    parser.add_argument("--tokens", type=positive, default=4096, help="tokens of each rank (default: %(default)s)")
     parser.add_argument("--hidden", type=positive, default=7168, help="%(default)s")
     parser.add_argument("--top-k", type=positive, default=8, help="%(default)s")
     parser.add_argument("--shapes", type=shapes, default=((256, 2048), (64, 512)), help="experts x width, ...")

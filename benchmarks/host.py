@@ -37,7 +37,7 @@ from ep_ops.bench import against, decode, presets, ranks
 from ep_ops.bench.figures import text_table
 from ep_ops.bench.latency import FP8
 from ep_ops.bench.machine import describe
-from ep_ops.bench.options import a_file, names_of, positive
+from ep_ops.bench.options import a_file, names_of, only, positive
 from ep_ops.bench.workloads import ALIGNMENT
 from ep_ops.commands.arguments import add_device_options, choose_device
 
@@ -204,9 +204,13 @@ def commit() -> str:
 def read(argv: Sequence[str] | None) -> argparse.Namespace:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_device_options(options)
-    options.add_argument("--seconds", type=float, default=SECONDS, help="of all steps (default: %(default)s)")
-    options.add_argument("--only", type=names_of(KINDS), default=KINDS, metavar="NAME,NAME", help=" ".join(KINDS))
-    options.add_argument("--groups", type=positive, default=1, help="of ranks that test at the same time, under MPS")
+    options.add_argument(
+        "--seconds", type=float, default=SECONDS, help="limit for all steps together (default: %(default)s)"
+    )
+    options.add_argument("--only", type=names_of(KINDS), default=KINDS, metavar="NAME,NAME", help=only(KINDS))
+    options.add_argument(
+        "--groups", type=positive, default=1, help="groups of ranks that run tests at the same time, under MPS"
+    )
     options.add_argument("--out", type=a_file, metavar="FILE", help="write the results as JSON, after each step")
     options.add_argument("--compile", action="store_true", help="compile the benchmarks' kernels, and stop")
     options.add_argument("--arch", help="for --compile, such as sm_90a (default: that of this host's GPU)")

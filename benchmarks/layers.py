@@ -70,7 +70,7 @@ MAX_ERROR = 0.05
 
 def options() -> argparse.ArgumentParser:
     parser = new_parser(__doc__)
-    parser.add_argument("--tokens", type=positive, default=4096, help="of each rank (%(default)s)")
+    parser.add_argument("--tokens", type=positive, default=4096, help="tokens of each rank (default: %(default)s)")
     parser.add_argument("--models", type=names_of(MODELS), default=tuple(MODELS)[:2], help=", ".join(MODELS))
     parser.add_argument("--rounds", type=positive, default=12, help="%(default)s")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="measure nothing: draw the timelines of this file")

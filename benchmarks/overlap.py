@@ -298,8 +298,10 @@ def measure(device: torch.device, args: argparse.Namespace) -> None:
 def options() -> argparse.ArgumentParser:
     parser = new_parser(__doc__)
     add_sizes(parser)
-    parser.add_argument("--width", type=positive, default=2048, help="of each expert (%(default)s)")
-    parser.add_argument("--shared-width", type=positive, default=2048, help="of the shared expert (%(default)s)")
+    parser.add_argument("--width", type=positive, default=2048, help="intermediate size of each expert (%(default)s)")
+    parser.add_argument(
+        "--shared-width", type=positive, default=2048, help="intermediate size of the shared expert (%(default)s)"
+    )
     parser.add_argument("--routing", type=routing, default="balanced", help="balanced, skewed, or as 'hot 0.2'")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--dispatch-sms", type=positive, help="multiprocessors of a dispatch (the model's)")

@@ -106,9 +106,9 @@ def options() -> argparse.ArgumentParser:
     parser = new_parser(__doc__)
     parser.add_argument("what", choices=TOKENS)
     add_sizes(parser, TOKENS["decode"])
-    parser.add_argument("--width", type=positive, help="inside each expert")
-    parser.add_argument("--model", choices=MODELS, default="deepseek-v3", help="sizes that are not given")
-    parser.add_argument("--rounds", type=positive, default=20, help="that are timed (default: %(default)s)")
+    parser.add_argument("--width", type=positive, help="intermediate size of each expert")
+    parser.add_argument("--model", choices=MODELS, default="deepseek-v3", help="model whose sizes are the defaults")
+    parser.add_argument("--rounds", type=positive, default=20, help="timed rounds (default: %(default)s)")
     parser.add_argument("--calls", type=positive, default=10, help="layers in a graph (default: %(default)s)")
     parser.set_defaults(hidden=None, experts=None, top_k=None, tokens=None, ranks=1)
     return parser

@@ -286,8 +286,12 @@ def table(run: Found) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = new_parser(__doc__)
-    parser.add_argument("--bytes", type=positive, default=57344, help="of a batch, a multiple of 16 (%(default)s)")
-    parser.add_argument("--batches", type=positive, default=1024, help="that a rank puts (%(default)s)")
+    parser.add_argument(
+        "--bytes", type=positive, default=57344, help="bytes of a batch, a multiple of 16 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batches", type=positive, default=1024, help="batches that a rank puts (default: %(default)s)"
+    )
     parser.add_argument("--blocks", type=numbers, default=(8, 16, 32, 64, 80), metavar="N,...")
     parser.add_argument("--wires", type=names_of(WIRES), metavar=",".join(WIRES), help="(those that are usable)")
     parser.add_argument("--rounds", type=positive, default=100, help="puts that are answered, in a row (%(default)s)")

@@ -101,7 +101,7 @@ class Communicator(Methods):
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         config: Config | None = None,
         *,
         device: torch.device | str | int | None = None,
@@ -175,7 +175,7 @@ class Communicator(Methods):
     @classmethod
     def shared(
         cls,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         config: Config | None = None,
         *,
         device: torch.device | str | int | None = None,

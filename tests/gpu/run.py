@@ -568,20 +568,34 @@ def commit() -> str:
 
 def read(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", help="of tests/gpu, or FILE::TEST (default: all)")
-    parser.add_argument("--ranks", default="", help=f"numbers of ranks (default of everything: {RANKS})")
-    parser.add_argument("--many", default="", help=f"numbers of ranks for {MANY} alone, taking turns ({PROCESSES})")
-    parser.add_argument("--deaths", action="store_true", help=f"{OWN_PROCESSES}, which starts its processes itself")
-    parser.add_argument("--folder", type=Path, default=HERE, help="of the tests (default: this one)")
-    parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds without news: a group hangs")
-    parser.add_argument("--seconds", type=float, default=86400.0, help="end after so long with what there is")
-    parser.add_argument("--gpus", type=int, default=0, help="all ranks of a group share one of so many GPUs")
-    parser.add_argument("--out", type=Path, help="file for the results (JSON), as they come; the table is in FILE.txt")
-    parser.add_argument("--logs", help="archive of the processes' output, without its ending")
-    parser.add_argument("--groups", type=int, default=0, help="groups at the same time, on each GPU if --gpus (as fit)")
-    parser.add_argument("--turns", action="store_true", help="without MPS")
+    parser.add_argument("files", nargs="*", help="files of tests/gpu, or FILE::TEST (default: all)")
+    parser.add_argument("--ranks", default="", help=f"numbers of ranks that run the files (default: {RANKS})")
+    parser.add_argument("--many", default="", help=f"numbers of processes that run {MANY} (default: {PROCESSES})")
+    parser.add_argument("--deaths", action="store_true", help=f"run {OWN_PROCESSES}, which starts its processes itself")
+    parser.add_argument("--folder", type=Path, default=HERE, help="folder of the tests (default: tests/gpu)")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=PATIENCE,
+        help="seconds without output after which a group counts as hanging (default: %(default)s)",
+    )
+    parser.add_argument("--seconds", type=float, default=86400.0, help="end after this time with the results so far")
+    parser.add_argument("--gpus", type=int, default=0, help="number of GPUs; all ranks of a group share one of them")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="write the results as JSON after each test, and the table to a file that ends with .txt",
+    )
+    parser.add_argument("--logs", help="archive for the output of all processes, without the file extension")
+    parser.add_argument(
+        "--groups",
+        type=int,
+        default=0,
+        help="groups that run at the same time, with --gpus on each GPU (default: as many as fit)",
+    )
+    parser.add_argument("--turns", action="store_true", help="do not start MPS; ranks that share a GPU take turns")
     parser.add_argument("--under", default="", help="program that runs each rank, such as 'compute-sanitizer'")
-    parser.add_argument("--pytest", action="append", default=[], metavar="ARG", help="argument of pytest; repeatable")
+    parser.add_argument("--pytest", action="append", default=[], metavar="ARG", help="argument for pytest (repeatable)")
     return parser.parse_args(argv)
 
 
