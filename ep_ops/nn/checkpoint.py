@@ -10,6 +10,7 @@ from torch import Tensor
 from ep_ops.formats import ELEMENT
 from ep_ops.nn.expert_module import fill_experts
 from ep_ops.nn.experts import Experts
+from ep_ops.records import wrong_type
 
 
 def load_experts(
@@ -33,8 +34,11 @@ def load_experts(
 
     Raises:
         ValueError: a tensor has another shape.
-        TypeError: weights are e4m3, but those of ``experts`` are not, or vice versa.
+        TypeError: ``experts`` are not Experts; or weights are e4m3, but those of ``experts`` are not, or vice versa.
     """
+
+    if not hasattr(experts, "scale_names"):  # a wrapper, such as that of torch.compile, has the attributes of Experts
+        raise wrong_type("experts", experts, Experts)
 
     def matrix(expert: int, projection: str, suffix: str, shape: tuple[int, ...], codes: bool) -> Tensor:
         name = f"{prefix}{expert}.{projection}.{suffix}"

@@ -10,7 +10,7 @@ All ranks call the layer in every step, with different numbers of tokens if they
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +100,7 @@ class MoELayer(nn.Module):
         """
         split = self.experts.splits(self.shared)
         self.experts.check_tokens(x, max_tokens, split=split)
-        topk_idx, topk_weights, logits = self.experts.before_sending(self.router, x, max_tokens, split=split)
+        topk_idx, topk_weights, logits = self.experts.before_sending(self._routed, x, max_tokens, split=split)
         out, dropped = self.experts(
             x, topk_idx, topk_weights, max_tokens=max_tokens, shared=self.shared, return_dropped=True
         )
@@ -123,11 +123,19 @@ class MoELayer(nn.Module):
             RuntimeError: ``dynamic`` is True, or the flight is in use. Other errors as for :meth:`forward`.
         """
         self.experts.check_tokens(x, max_tokens, split=True, flight=flight)
-        topk_idx, topk_weights, _ = self.experts.before_sending(self.router, x, max_tokens, split=True, flight=flight)
+        topk_idx, topk_weights, _ = self.experts.before_sending(self._routed, x, max_tokens, split=True, flight=flight)
         for done in self.experts.steps(
             x, topk_idx, topk_weights, flight=flight, max_tokens=max_tokens, shared=self.shared
         ):
             yield None if done is None else done.out
+
+    def _routed(self, x: Tensor) -> Sequence[Any]:
+        """Return the three parts of the router's result. TypeError for another result."""
+        found = self.router(x)
+        if not isinstance(found, (tuple, list)) or len(found) != 3:
+            given = f"a {type(found).__name__}" + (f" of {len(found)}" if isinstance(found, (tuple, list)) else "")
+            raise TypeError(f"router returned {given}; allowed: (topk_idx, topk_weights, logits), see ep_ops.nn.Routed")
+        return found
 
 
 class DenseMoE(nn.Module):

@@ -47,6 +47,13 @@ def test_links(page: str) -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_names_exist(page: str) -> None:
+    folders = "ep_ops|cute_kernels|meta_kernels|benchmarks|docs|examples|tests"
+    named = re.findall(rf"`((?:{folders})/[\w./*-]+)`", (ROOT / page).read_text())
+    assert not [name for name in named if not any(ROOT.glob(name.rstrip("/")))]
+
+
 def test_every_page_is_in_the_navigation() -> None:
     """The navigation lists every page in docs/, and those of the root that docs/hooks.py adds to the site."""
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]

@@ -160,3 +160,33 @@ def test_arguments_of_functions_between_dispatch_and_combine(comm: ep_ops.Commun
         nn.swiglu_quantized(narrow, grouped.route)
     logits = torch.ones(2, 2, 4)
     assert nn.load_balancing_loss(logits, IDS).isfinite() and nn.router_z_loss(logits, IDS).isfinite()
+
+
+class Gives(torch.nn.Module):
+    """A router with a given result."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = result
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.result
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_results_of_routers(comm: ep_ops.Communicator, steps: bool) -> None:
+    """A linear layer in place of a router, or a tuple of two, raises an error that says what a router returns."""
+    for result, given in (
+        (X, "a Tensor"),
+        ((IDS, WEIGHTS), "a tuple of 2"),
+        (None, "a NoneType"),
+        ([X] * 4, "a list of 4"),
+    ):
+        layer = nn.MoELayer(comm, 8, router=Gives(result))
+        with pytest.raises(TypeError, match=rf"router returned {given}; allowed: \(topk_idx, topk_weights, logits\)"):
+            list(layer.steps(X)) if steps else layer(X)
+    layer = nn.MoELayer(comm, 8, router=Gives([IDS, WEIGHTS, None]))
+    out = list(layer.steps(X))[-1] if steps else layer(X)
+    assert out.shape == X.shape
+    with pytest.raises(TypeError, match="experts is a MoELayer; allowed: an Experts"):
+        nn.load_experts(layer, lambda name: X, "x.")  # type: ignore[arg-type]
