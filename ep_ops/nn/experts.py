@@ -132,7 +132,7 @@ class Experts(ExpertModule):
         chosen = "few_rows_mlp_e4m3" if e4m3 else choose(comm, gemms, intermediate_size, format)
         logger.info("Experts of communicator %s: gemms=%r selects %s", comm.name, gemms, chosen)
         self.comm, self.capacity, self.dynamic = comm, capacity, dynamic
-        self.format, self.combine_format, self.seed = format, combine_format, seed
+        self.format, self.combine_format, self.seed, self.width = format, combine_format, seed, intermediate_size
         held, hidden, device = comm.num_local_experts, comm.hidden_size, default_device(comm)
         made = functools.partial(torch.empty, dtype=comm.dtype if dtype is None else dtype, device=device)
         self.scale_names: tuple[str, ...] = ("in_scales", "out_scales") if e4m3 else ()
@@ -186,8 +186,9 @@ class Experts(ExpertModule):
             assert done is not None
             return done if return_dropped else done.out
         self.check_tokens(x, max_tokens, split=False)
-        added = None if shared is None else self.before_sending(shared, x, max_tokens, split=False)
-        w_in, w_out, *scales = self._local_weights()
+        before = functools.partial(self.before_sending, max_tokens=max_tokens, split=False)
+        added = None if shared is None else before(functools.partial(shared, x))
+        w_in, w_out, *scales = before(self._local_weights)
         done = expert_mlp(
             self.comm, x, topk_idx, topk_weights, w_in, w_out, *scales, capacity=self.capacity, exact=self.dynamic,
             max_tokens=max_tokens, format=self.format, combine_format=self.combine_format, gemms=self.gemms,
@@ -217,7 +218,7 @@ class Experts(ExpertModule):
             RuntimeError: ``dynamic`` is True, or the flight is in use. Other errors as for :meth:`forward`.
         """
         self.check_tokens(x, max_tokens, split=True, flight=flight)
-        chosen = choose(self.comm, self.gemms, self.w_out.shape[1], self.format)
+        chosen = choose(self.comm, self.gemms, self.width, self.format)
         late = is_late(chosen.gemms, self.format, (x, topk_weights), tuple(self.parameters()))
         how = How(Rows(self.rows, self.places, self.redispatch), False, self.format, late, split=True)
         zeros = torch.is_grad_enabled()
@@ -277,6 +278,7 @@ class Experts(ExpertModule):
                 "steps() is not available with dynamic=True, because exact sizes need a host synchronization"
             )
         comm = self.comm
+        is_meta = self.before_sending(self._is_meta, max_tokens, split=split, flight=flight)
         error: Exception | None = None
         if is_transformed():
             error = NotImplementedError(
@@ -289,8 +291,8 @@ class Experts(ExpertModule):
             error = ValueError(f"x has shape {tuple(x.shape)}; allowed: [..., T, {comm.hidden_size}] (hidden_size)")
         elif x.dtype != comm.dtype and not inputs.casts(comm, x):
             error = TypeError(f"x has dtype {x.dtype}; allowed: {comm.dtype}")
-        elif x.is_meta != self.w_in.is_meta or not x.is_meta and x.device != comm.device:
-            allowed = "meta, like the experts" if self.w_in.is_meta else f"{comm.device}"
+        elif x.is_meta != is_meta or not x.is_meta and x.device != comm.device:
+            allowed = "meta, like the experts" if is_meta else f"{comm.device}"
             error = ValueError(f"x is on {x.device}; allowed: {allowed}")
         elif self.scale_names:
             error = dtype_problem(self.w_in, self.w_out) or gradient_problem(x, *self.parameters())
@@ -299,17 +301,17 @@ class Experts(ExpertModule):
             reject(operator, comm, error, flight, tokens)
 
     def before_sending(
-        self, run: Callable[[Tensor], Result], x: Tensor, max_tokens: int | None, *, split: bool, flight: int = 0
+        self, run: Callable[[], Result], max_tokens: int | None, *, split: bool, flight: int = 0
     ) -> Result:
-        """Return ``run(x)``, the result of a router or shared expert before tokens are sent. In eager code, all ranks
-        raise what it raises.
+        """Return ``run()``, the result of a part that runs before tokens are sent: a router, a shared expert, the
+        parametrizations of weights. In eager code, all ranks raise what it raises.
 
         Args:
-            run: the router or shared expert.
-            x, max_tokens, split, flight: as for :meth:`check_tokens`.
+            run: calls the part.
+            max_tokens, split, flight: as for :meth:`check_tokens`.
         """
         operator, tokens = self._first_operation(max_tokens, split)
-        return rejected(operator, self.comm, functools.partial(run, x), flight=flight, max_tokens=tokens)
+        return rejected(operator, self.comm, run, flight=flight, max_tokens=tokens)
 
     def _first_operation(self, max_tokens: int | None, split: bool) -> tuple[str, int]:
         """Return the operator that sends tokens, and its ``max_tokens``."""
@@ -318,8 +320,10 @@ class Experts(ExpertModule):
 
     def extra_repr(self) -> str:
         experts, *_ = self.w_in.shape
-        width = self.w_out.shape[2 if self.scale_names else 1]
-        return f"{experts} experts, hidden_size={self.comm.hidden_size}, width={width}, dtype={self.w_in.dtype}"
+        return f"{experts} experts, hidden_size={self.comm.hidden_size}, width={self.width}, dtype={self.w_in.dtype}"
+
+    def _is_meta(self) -> bool:
+        return self.w_in.is_meta
 
     def _local_weights(self) -> list[Tensor]:
         """Return this rank's w_in and w_out, and their scales if they are e4m3."""

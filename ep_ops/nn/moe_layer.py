@@ -100,7 +100,8 @@ class MoELayer(nn.Module):
         """
         split = self.experts.splits(self.shared)
         self.experts.check_tokens(x, max_tokens, split=split)
-        topk_idx, topk_weights, logits = self.experts.before_sending(self._routed, x, max_tokens, split=split)
+        routed = self.experts.before_sending(functools.partial(self._routed, x), max_tokens, split=split)
+        topk_idx, topk_weights, logits = routed
         out, dropped = self.experts(
             x, topk_idx, topk_weights, max_tokens=max_tokens, shared=self.shared, return_dropped=True
         )
@@ -123,7 +124,8 @@ class MoELayer(nn.Module):
             RuntimeError: ``dynamic`` is True, or the flight is in use. Other errors as for :meth:`forward`.
         """
         self.experts.check_tokens(x, max_tokens, split=True, flight=flight)
-        topk_idx, topk_weights, _ = self.experts.before_sending(self._routed, x, max_tokens, split=True, flight=flight)
+        route = functools.partial(self._routed, x)
+        topk_idx, topk_weights, _ = self.experts.before_sending(route, max_tokens, split=True, flight=flight)
         for done in self.experts.steps(
             x, topk_idx, topk_weights, flight=flight, max_tokens=max_tokens, shared=self.shared
         ):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
+from torch.nn.utils.parametrize import register_parametrization
 
 import ep_ops
 from ep_ops import nn
@@ -46,10 +47,13 @@ def faults(kind: str) -> dict[str, str]:
         own = nn.Gemms(gemm, weights_gradient, late=False)
         first, second = (nn.MoELayer(comm, 8, seed=i, gemms=("torch", own)[i], **kwargs) for i in range(2))
         dense = [nn.DenseMoE(comm, 8, seed=i, shared_intermediate_size=shared) for i in range(2)]
-        parts = {"router": second.router, "experts": gemm, "shared": second.shared}
-        for name in ("router", "shared"):
-            if parts[name] is not None:
-                parts[name].forward = parts[name] = Faulty(parts[name].forward)
+        parts: dict[str, Any] = {"router": second.router, "experts": gemm, "shared": second.shared}
+        for name in ("w_in", "w_out"):
+            parts[name] = torch.nn.Identity()
+            register_parametrization(second.experts, name, parts[name])
+        for name, part in parts.items():
+            if isinstance(part, torch.nn.Module):
+                part.forward = parts[name] = Faulty(part.forward)
 
         def run(x: Tensor) -> Tensor:
             if kind != "turns":
