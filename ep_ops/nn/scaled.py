@@ -23,7 +23,7 @@ def scaled_grouped_mm(rows: Tensor, scales: Tensor, w: Tensor, offs: Tensor) -> 
     In forward each column of w gets a scale in the same format. On GPUs of capability 9.0 torch's row-wise scaled
     grouped GEMM multiplies the codes; elsewhere a bfloat16 GEMM multiplies the dequantized values. In backward, in
     bfloat16, the gradient of a row is straight-through, with unquantized w, and that of w uses the dequantized rows.
-    Not supported under ``torch.compile``.
+    On GPUs it is not tested under ``torch.compile``.
 
     Args:
         rows: codes, float8_e4m3fn [R, M], M a multiple of 16.

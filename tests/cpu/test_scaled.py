@@ -53,6 +53,22 @@ def test_products_and_gradients() -> None:
     torch.testing.assert_close(of_w.double(), want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))
 
 
+def test_compiled_layers_return_the_same_bits() -> None:
+    """A layer whose first GEMM takes quantized rows compiles as one graph, with the bits of eager code."""
+    sizes: dict[str, Any] = dict(num_experts=4, hidden_size=32, top_k=2, max_tokens_per_rank=8, device="cpu")
+    with ep_ops.Communicator(**sizes) as comm:
+        layer = MoELayer(comm, 16, format="e4m3/row/fp32")
+        draw = torch.Generator().manual_seed(cases.fresh_seed())
+        x = torch.randn(8, 32, generator=draw).bfloat16().requires_grad_()
+        found = []
+        for call in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+            out = call(x)
+            grads = torch.autograd.grad(out.float().square().sum(), (x, *layer.parameters()))
+            found.append((out, *grads))
+        for eager, compiled in zip(*found, strict=True):
+            assert torch.equal(eager, compiled)
+
+
 def test_what_is_rejected() -> None:
     codes, scales, w, offs = given()
     with pytest.raises(TypeError, match="rows have torch.uint8, scales torch.float32"):
