@@ -1,5 +1,5 @@
 """The route of token-major rows, written as that of their places: `arrivals` of the places and `send_rows`, in one
-launch; what they are: ep_ops/nn/domains.py and arrivals.py.
+launch. ep_ops/nn/places.py and arrivals.py describe both.
 
 An *entry* is a (row, k), by rows. Every block counts how many entries before its own share of them have a place. Then
 one warp goes through the share in order, 32 entries at a time; the other warps do the rows of this rank's own tokens.

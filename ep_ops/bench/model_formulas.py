@@ -278,7 +278,7 @@ class WireSpeed:
     latency: float  # µs from a put to its signal being seen
     put: float  # µs that each put takes its rank
     source: str  # where these numbers come from
-    rows: int = 1  # of few tokens for one rank, at most, in a put (cute_kernels/latency/bundled.py)
+    rows: int = 1  # of few tokens for one rank, at most, in a put (cute_kernels/internode/bundled.py)
 
 
 def many_us(gpu: Gpu, wire: WireSpeed | None, layout: Layout, op: str) -> float:

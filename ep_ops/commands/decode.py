@@ -65,7 +65,7 @@ def _steps(comm: ep_ops.Communicator, options: Options) -> None:
             f"{comm.world_size} ranks, {comm.backend.name} backend: {LAYERS} layers of {EXPERTS}"
             f" experts, top {TOP_K}, hidden {options.hidden_size}, {options.tokens} tokens per rank\n"
             f"{options.steps} decode steps: {took:.0f} µs per step, {took / LAYERS:.0f} µs per layer;"
-            f" {'replayed against eager' if on_gpu else 'the same steps again'}: {error:.1e}"
+            f" {'replays differ from eager steps' if on_gpu else 'a second run differs'} by {error:.1e}"
         )
         if floor is not None:
             print(

@@ -270,5 +270,5 @@ class Printer:
         self.say(f"speed      {speed}; {self.warm - self.began:.1f} s for the first step and its check")
         self.say(
             f"loss       {first:.3f} -> {last:.3f} nats per token"
-            f" (uniform predictions: {math.log(VOCABULARY):.3f}; without the dialect: {math.log(DIALECTS):.3f})"
+            f" (guessing: {math.log(VOCABULARY):.3f}; without attention to the first token: {math.log(DIALECTS):.3f})"
         )

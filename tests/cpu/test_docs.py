@@ -47,11 +47,24 @@ def test_links(page: str) -> None:
     assert not wrong
 
 
+FOLDERS = "ep_ops|cute_kernels|meta_kernels|benchmarks|docs|examples|tests"
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_a_page_names_exist(page: str) -> None:
-    folders = "ep_ops|cute_kernels|meta_kernels|benchmarks|docs|examples|tests"
-    named = re.findall(rf"`((?:{folders})/[\w./*-]+)`", (ROOT / page).read_text())
+    named = re.findall(rf"`((?:{FOLDERS})/[\w./*-]+)`", (ROOT / page).read_text())
     assert not [name for name in named if not any(ROOT.glob(name.rstrip("/")))]
+
+
+def test_files_that_modules_name_exist() -> None:
+    """Comments, docstrings and messages name files that exist."""
+    modules = [path for folder in (*OWN, "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
+    named = {
+        (m[0], path)
+        for path in modules
+        for m in re.finditer(rf"\b(?:{FOLDERS})/[\w/-]+\.(?:py|md)\b", path.read_text())
+    }
+    assert not [(name, str(path)) for name, path in named if not (ROOT / name).is_file()]
 
 
 def test_every_page_is_in_the_navigation() -> None:
