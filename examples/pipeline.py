@@ -46,7 +46,7 @@ def pipelined_loss(kind: str, x: Tensor, target: Tensor) -> tuple[list[nn.Module
         x, target: the batch of this rank, float32 [MICROBATCHES * TOKENS, HIDDEN].
 
     Returns:
-        This rank's blocks, with gradients, and the mean loss over microbatches on ranks of the last stage (else None).
+        This rank's blocks, with gradients, and the mean loss over micro-batches on ranks of the last stage (else None).
     """
     mesh = init_device_mesh("cpu", (STAGES, dist.get_world_size() // STAGES), mesh_dim_names=("pp", "ep"))
     comm = ep_ops.Communicator(  # one for all blocks of this rank: they have equal sizes
@@ -81,7 +81,7 @@ def pipelined_loss(kind: str, x: Tensor, target: Tensor) -> tuple[list[nn.Module
 
 
 def dense_loss(kind: str, x: Tensor, target: Tensor) -> float:
-    """The same model with all experts in one place, without microbatches."""
+    """The same model with all experts in one place, without micro-batches."""
     sizes: Any = type("Sizes", (), dict(top_k=TOP_K, num_experts=EXPERTS, hidden_size=HIDDEN, dtype=torch.float32))
     for number in range(STAGES * (2 if kind == "interleaved" else 1)):
         x = Block(DenseMoE(sizes, WIDTH, seed=number))(x)
