@@ -110,7 +110,7 @@ class CheckedBackend:
     def _compared(self, operator: str, spec: Spec, a: Args, got: Any, layer: str) -> Any:
         """Return the results of the selected backend if all ranks find them equal to those of the reference backend."""
         self._operations += 1
-        with self._reference.exchange.turn:
+        with self._reference.together(f"comparison of ep::{operator}"):
             expected = self._reference.prepare(spec).bind(a)(a)
             slack = self._rounding(a) if isinstance(a, (CombineBackwardArgs, CombineBackwardStartArgs)) else None
             text = self._difference(spec.kind, a, got, expected, slack)

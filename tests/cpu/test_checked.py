@@ -21,6 +21,7 @@ from ep_ops.backends import checked
 from ep_ops.backends.checked import BY_ROW, CheckedBackend, differ
 from ep_ops.backends.reference import ReferenceBackend
 from ep_ops.backends.split import parts_of
+from ep_ops.nn import MoELayer, interleave
 from ep_ops.operators import OPERATORS
 
 STARTS = [op.starts for op in OPERATORS if op.starts]
@@ -484,7 +485,24 @@ def check_reports():
 
 def test_what_the_kernels_of_one_rank_report():
     others, own = run_ranks(2, check_reports)
-    assert own == "topk_idx holds 9" and others == "dispatch: rejected by rank 1: topk_idx holds 9"
+    assert own == "topk_idx holds 9" and others == "rejected by rank 1: topk_idx holds 9"
+
+
+def leaves_its_turn():
+    """Rank 1 raises between the start of a micro-batch and that of the next one, and finishes the first."""
+    with make() as comm:
+        layer = MoELayer(comm, 8, shared_intermediate_size=8)
+        x, _, _ = toy.inputs(8)
+        if comm.rank == 1:
+            layer.shared.forward = mock.Mock(side_effect=KeyError("lost"))
+        with pytest.raises((KeyError, RuntimeError)) as error:
+            interleave(layer.steps(x[:4], 0), layer.steps(x[4:], 1))
+        return str(error.value)
+
+
+def test_a_comparison_meets_no_other_call():
+    others, own = run_ranks(2, leaves_its_turn)
+    assert own == "'lost'" and "(rank 0: ep::dispatch of " in others and "rank 1: comparison of ep::dispatch" in others
 
 
 def test_what_cannot_be_told():
