@@ -184,8 +184,8 @@ class Communicator(Methods):
         """Return the living communicator that this method created with equal arguments, or create one.
 
         Collective. Use it for models whose layers are created independently. Layers should share a communicator,
-        because each communicator allocates memory, and functions are compiled again for each communicator. The result
-        lives until :meth:`destroy` is called.
+        because each one allocates memory, and functions are compiled again for it. The result lives until
+        :meth:`destroy` is called.
 
         Args:
             group, config, device, options: as for :class:`Communicator`.
