@@ -212,11 +212,7 @@ def ids(topk_idx: Tensor) -> Tensor:
         return topk_idx
     if topk_idx.dim() > 2:
         topk_idx = topk_idx.flatten(0, -2)
-    return _narrow(topk_idx) if topk_idx.dtype == torch.int64 else topk_idx
-
-
-def _narrow(topk_idx: Tensor) -> Tensor:
-    return topk_idx.clamp(-2, INT32_LIMIT - 1).to(torch.int32)
+    return topk_idx.clamp(-2, INT32_LIMIT - 1).to(torch.int32) if topk_idx.dtype == torch.int64 else topk_idx
 
 
 def _own(wanted: Wanted, topk_idx: Tensor) -> Tensor:

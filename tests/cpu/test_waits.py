@@ -173,9 +173,10 @@ def uses_the_group_again() -> None:
     receive them."""
     rank, comm = dist.get_rank(), on_a_group("again", 5.0)
     group = comm.group
-    if rank == 0:
-        raised(comm.dispatch, *toy.inputs(5, seed=rank))
-    with contextlib.suppress(RuntimeError):
+    inputs = toy.inputs(5, seed=rank)
+    with torch.device("cuda"), contextlib.suppress(RuntimeError):  # the program's default device
+        if rank == 0:
+            raised(comm.dispatch, *inputs)
         comm.destroy()
     gathered = [torch.zeros(14, dtype=torch.int64) for _ in range(2)]
     raised(dist.all_gather, gathered, torch.full((14,), rank + 1), group)

@@ -229,7 +229,7 @@ def disconnect(group: Any, peer: int) -> None:
     by_gloo = isinstance(backend, getattr(dist, "ProcessGroupGloo", ()))
     if by_gloo:
         # Its `abort` does nothing, but a receive that times out closes all connections.
-        backend.recv([torch.empty(1)], peer, UNSENT).wait(timedelta(milliseconds=1))
+        backend.recv([torch.empty(1, device="cpu")], peer, UNSENT).wait(timedelta(milliseconds=1))
     else:
         backend.abort()
 
