@@ -24,8 +24,10 @@ def roles(text: str) -> tuple[int, ...]:
         senders, first, blocks = (int(part) for part in text.split(","))
     except ValueError:
         senders = first = blocks = 0
-    if blocks < 1 or not (0 <= senders <= blocks and 0 <= first <= blocks):
-        raise argparse.ArgumentTypeError(f"{text} is not SENDERS,FIRST,ALL with SENDERS and FIRST from 0 to ALL")
+    if not (0 <= senders <= blocks and 0 <= first <= blocks - 2):  # at least two receive
+        raise argparse.ArgumentTypeError(
+            f"{text} is not SENDERS,FIRST,ALL with SENDERS from 0 to ALL and FIRST from 0 to ALL - 2"
+        )
     return senders, first, blocks
 
 

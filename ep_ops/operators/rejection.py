@@ -40,14 +40,14 @@ def take(comm: Called, call: str) -> None:
 
 
 def reject(operator: str, comm: Called, error: Exception, flight: Any = 0, max_tokens: Any = 0) -> NoReturn:
-    """Raise ``error`` on this rank, which does not run ``operator``, and inform the ranks that do. They do not if
-    ``error`` is how activation checkpointing ends.
+    """Raise ``error`` on this rank, which does not run ``operator``, and inform the ranks that do, unless ``error`` is
+    the exception with which activation checkpointing ends recomputation.
 
     Args:
         operator: name of the operator that the other ranks run.
         comm: the communicator.
-        error: error of this rank; the other ranks raise a ValueError or RuntimeError with its text, and with its type
-            if that is none of ours.
+        error: error of this rank; the other ranks raise a ValueError or RuntimeError with its text. The name of its
+            type precedes the text, unless it is a TypeError, ValueError or RuntimeError.
         flight, max_tokens: arguments of the operator, valid or not; 0 if it has none.
     """
     if not isinstance(error, _END_OF_RECOMPUTATION) and not _is_compiling() and not is_tracing():

@@ -95,6 +95,7 @@ def test_says_what_it_cannot_do(capsys: pytest.CaptureFixture[str]) -> None:
         (["--only", "pair,pear"], "pear is unknown; allowed: pair pair_padded"),
         (["--deal", "1,2"], "1,2 is not SENDERS,FIRST,ALL"),
         (["--deal", "9,0,8"], "9,0,8 is not SENDERS,FIRST,ALL"),
+        (["--deal", "7,7,8"], "7,7,8 is not SENDERS,FIRST,ALL"),
         (["--deal", "8,0,8"], "--deal is given, but the reference backend has no blocks; allowed: GPUs"),
         (["--tokens", "8,0"], "--tokens: 0 is not an int of at least 1"),
         (["--hidden", "7"], "--hidden is 7; allowed: a multiple of 8"),
