@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ep_ops.formats import ELEMENT
-from ep_ops.nn.expert_module import fill_experts
+from ep_ops.nn.expert_module import AS_BYTES, fill_experts
 from ep_ops.nn.experts import Experts
 from ep_ops.records import wrong_type
 
@@ -34,7 +34,8 @@ def load_experts(
 
     Raises:
         ValueError: a tensor has another shape.
-        TypeError: ``experts`` are not Experts; or weights are e4m3, but those of ``experts`` are not, or vice versa.
+        TypeError: ``experts`` are not Experts; weights are e4m3, but those of ``experts`` are not, or vice versa; or a
+            tensor holds integers.
     """
 
     if not hasattr(experts, "scale_names"):  # a wrapper, such as that of torch.compile, has the attributes of Experts
@@ -48,6 +49,8 @@ def load_experts(
         if (found.dtype == ELEMENT) != codes:
             allowed = ELEMENT if codes else f"others than {ELEMENT}"
             raise TypeError(f"{name} has dtype {found.dtype}; allowed for experts of {experts.w_in.dtype}: {allowed}")
+        if not found.is_floating_point():
+            raise TypeError(f"{name} has dtype {found.dtype}; allowed: floating-point dtypes. {AS_BYTES}")
         return found
 
     def fill(weight: str, projections: Sequence[str], suffix: str) -> None:

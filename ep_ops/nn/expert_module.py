@@ -149,12 +149,15 @@ class _LocalGradient(torch.autograd.Function):
         return grad.clone(memory_format=torch.contiguous_format), None  # an empty tensor can have strides of 0
 
 
+AS_BYTES = "Bytes of E8M0 scales are viewed as torch.float8_e8m0fnu"
+
+
 def check_state(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
     """Check the tensors that a state dict has for the experts in ``module``.
 
     Raises:
-        TypeError: a tensor is ordinary, but the parameter is a DTensor, or vice versa; or one is e4m3, and the other is
-            not.
+        TypeError: a tensor is ordinary, but the parameter is a DTensor, or vice versa; or one is e4m3, or holds
+            integers, and the other does not.
         ValueError: a DTensor is the shard of another rank.
     """
     for name, parameter in module.named_parameters():
@@ -165,6 +168,11 @@ def check_state(module: nn.Module, state: dict[str, Any], prefix: str, *others: 
             raise TypeError(
                 f"{prefix}{name} has dtype {given.dtype}; allowed: {parameter.dtype}, the dtype of the parameter. e4m3"
                 " numbers have scales, with which load_state_dict does not multiply or divide"
+            )
+        if given.is_floating_point() != parameter.is_floating_point():
+            raise TypeError(
+                f"{prefix}{name} has dtype {given.dtype}; allowed: {parameter.dtype}, the dtype of the parameter, or"
+                f" another one of the same kind. {AS_BYTES}"
             )
         if isinstance(parameter, DTensor) and not isinstance(given, DTensor):
             raise TypeError(

@@ -272,6 +272,12 @@ def test_what_is_loaded() -> None:
                 experts.load_state_dict(state_of(whole) | {"w_in": whole[0].bfloat16()}, assign=assign)
             with pytest.raises(TypeError, match="w_out has dtype torch.float8_e4m3fn; allowed: torch.bfloat16"):
                 plain.load_state_dict({"w_out": plain.w_out.to(E4M3), "w_in": plain.w_in}, assign=assign)
+            for into, name, found in (
+                (experts, "in_scales", whole[1].view(torch.uint8)), (plain, "w_in", plain.w_in.detach().to(torch.int8))
+            ):  # fmt: skip
+                state = into.state_dict() | {name: found}
+                with pytest.raises(TypeError, match=f"{name} has dtype torch.u?int8; allowed: torch.*viewed as torch."):
+                    into.load_state_dict(state, assign=assign)
         assert all(torch.equal(a, b) for a, b in zip(bits(experts), kept, strict=True))
         # Scales that are assigned stay UE8M0, with the same results.
         given = tokens(3, 1)
@@ -283,6 +289,8 @@ def test_what_is_loaded() -> None:
             load_experts(experts, lambda name: read_from(whole)(name).bfloat16(), "experts.")
         with pytest.raises(TypeError, match=r"experts.0.gate_proj.weight has dtype torch.float8_e4m3fn; allowed for"):
             load_experts(plain, read_from(whole), "experts.")
+        with pytest.raises(TypeError, match=r"experts.0.gate_proj.weight_scale_inv has dtype torch.uint8; allowed: fl"):
+            load_experts(experts, read_from((whole[0], whole[1].view(torch.uint8), *whole[2:])), "experts.")
         with pytest.raises(ValueError, match=r"experts.0.gate_proj.weight_scale_inv has shape \(2, 2\); allowed: "):
             load_experts(experts, read_from((whole[0], whole[1].repeat(1, 2, 1), *whole[2:])), "experts.")
 
