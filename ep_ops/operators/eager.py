@@ -8,7 +8,7 @@ goes directly to the implementation, or to the autograd function around it. ``to
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -111,7 +111,7 @@ class RememberedOp(Op):
         """Functions of the record of the arguments. ``key`` returns what identifies a call of an operator with
         ``topk_idx``: specification and sizes. ``repeat`` returns the results of a call like an earlier one, which is
         not checked again; None: there is no such call. ``call`` returns the results of any call."""
-        self.guarded = _generated(_GUARDED, self, {})["guarded"]
+        self.guarded = _guarded_of(self)
         """Function of the record of the arguments: the tensors whose checks a guard can replace, without those that are
         None, or None if some argument needs its check. May raise if the arguments are invalid."""
 
@@ -162,18 +162,72 @@ def _key_of(op: RememberedOp) -> Callable[[Any], Any]:
     return key
 
 
+def _guarded_of(op: RememberedOp) -> Callable[[Any], Any]:
+    """Return the function ``guarded`` of an operator."""
+    leading, other, _, ids, _, lists, _, types, _ = _positions(op.schema)
+
+    def guarded(a: Any) -> Any:
+        if other and a[other] is not None:
+            return None
+        for i, kind in types:  # 1 equals True
+            if type(a[i]) is not kind:
+                return None
+        if lists and a[lists].data_ptr() % (_ALIGNED // 2):
+            return None
+        for tensor in a[:ids]:  # rows and their weights
+            if tensor is not None and tensor.data_ptr() % _ALIGNED:
+                return None
+        for tensor in a[:leading]:
+            if tensor is not None and tensor.is_nested:  # guards would end the process
+                return None
+        return [tensor for tensor in a[:leading] if tensor is not None]
+
+    return guarded
+
+
 def _remembering(
     op: RememberedOp, interrupted: Callable[..., None]
 ) -> tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[[Any], Any]]:
     """Return ``key``, ``repeat`` and ``call`` of an operator. They are closures, because they are part of every step of
     a decoder."""
-    leading, other, *_, name, _, recognized = _positions(op.schema)
+    leading, other, one, ids, rows, lists, name, types, recognized = _positions(op.schema)
     key, living = _key_of(op), registry.living
-    repeat = _never
-    if recognized:
-        scope = {"op": op, "living": living, "interrupted": interrupted}
-        scope |= {"_is_intercepted": _is_intercepted, "reject_thread": reject_thread}
-        repeat = _generated(_REPEAT, op, scope)["repeat"]
+
+    def repeat(a: Any) -> Any:
+        if _is_intercepted() or other and a[other] is not None:
+            return None
+        try:
+            given, others = a[:leading], a[leading:]
+            if absent := given[one] is None:
+                given = given[:one] + given[one + 1 :]
+            for tensor in given:
+                if tensor.is_nested:  # guards would end the process
+                    return None
+            for i, kind in types:  # 1 equals True
+                if type(a[i]) is not kind:
+                    return None
+            comm = living[a[name]]
+            latest = comm.calls.latest
+            known: Any = latest.get(op)
+            if not (known and known.others == others and known.absent is absent and known.accepts(*given)):
+                known = comm.calls[op, others, absent, a[rows].shape[0], a[ids].shape[0]]
+                if not (known and known.accepts and known.accepts(*given)):
+                    return None
+                latest[op] = known
+            if a[rows].data_ptr() % _ALIGNED or lists and a[lists].data_ptr() % (_ALIGNED // 2):
+                return None
+        except Exception:  # invalid, which is detected later
+            return None
+        busy = comm.busy
+        if not busy.acquire(False):
+            reject_thread(comm, f"ep::{op.name}")
+        try:
+            return known.run(a)
+        except BaseException as error:
+            interrupted(comm, a, error)
+            raise
+        finally:
+            busy.release()
 
     def call(a: Any) -> Any:
         if not _is_grad_enabled() or _is_intercepted() or not _asks(*a):
@@ -189,86 +243,6 @@ def _remembering(
         return results
 
     return key, repeat, call
-
-
-_REPEAT = """
-def repeat(a):
-    if _is_intercepted() or {other_given}:
-        return None
-    try:
-        {tensors} = a[:{leading}]
-        if {nested} or {unlike}:
-            return None
-        comm, others, absent = living[a[{name}]], a[{leading}:], {absent}
-        latest = comm.calls.latest
-        known = latest.get(op)
-        if not (known and known.others == others and known.absent is absent and {accepted}):
-            known = comm.calls[op, others, absent, {rows}.shape[0], {ids}.shape[0]]
-            if not (known and known.accepts and {accepted}):
-                return None
-            latest[op] = known
-        if {misaligned}:
-            return None
-    except Exception:  # invalid, which is detected later
-        return None
-    busy = comm.busy
-    if not busy.acquire(False):
-        reject_thread(comm, "ep::{operator}")
-    try:
-        return known.run(a)
-    except BaseException as error:
-        interrupted(comm, a, error)
-        raise
-    finally:
-        busy.release()
-"""
-_GUARDED = """
-def guarded(a):
-    {tensors} = given = a[:{leading}]
-    if {other_given} or {unlike} or {nested} or {all_misaligned}:
-        return None
-    return {given}
-"""
-
-
-def _generated(text: str, op: RememberedOp, scope: dict[str, Any]) -> dict[str, Any]:
-    """Return ``scope`` with the functions of an operator that a text defines. They are generated, as namedtuple does,
-    because loops over the arguments take a noticeable part of a decode step."""
-    at, names = _positions(op.schema), [argument.name for argument in op.schema.arguments]
-    tensors = names[: at.leading]
-    optional = [argument.name for argument in op.schema.arguments[: at.leading] if str(argument.type) != "Tensor"]
-    known = [name for name in tensors if name not in optional]
-
-    def each(condition: str, among: Sequence[str]) -> list[str]:
-        """Return the condition for each of the tensors."""
-        return [
-            f"({name} is not None and {condition.format(name)})" if name in optional else condition.format(name)
-            for name in among
-        ]
-
-    accepted, absent, given = f"known.accepts({', '.join(tensors)})", "False", "given"
-    if optional:
-        absent = f"{optional[0]} is None"
-        accepted = f"(known.accepts({', '.join(known)}) if absent else {accepted})"
-        given = "[tensor for tensor in given if tensor is not None]"
-    unaligned = f"{{}}.data_ptr() % {_ALIGNED}"
-    lists = [f"{names[at.lists]}.data_ptr() % {_ALIGNED // 2}"] if at.lists else []
-    text = text.format(
-        operator=op.name, leading=at.leading, name=at.name, rows=names[at.rows], ids=names[at.ids],
-        tensors=f"{', '.join(tensors)},",
-        other_given=f"a[{at.other}] is not None" if at.other else False,
-        nested=" or ".join(each("{}.is_nested", tensors)),  # guards would end the process
-        unlike=" or ".join(f"type(a[{i}]) is not {kind.__name__}" for i, kind in at.types) or False,  # 1 equals True
-        misaligned=" or ".join([unaligned.format(names[at.rows]), *lists]),
-        all_misaligned=" or ".join([*each(unaligned, tensors[: at.ids]), *lists]) or False,  # rows and their weights
-        absent=absent, accepted=accepted, given=given,
-    )  # fmt: skip
-    exec(text, scope)
-    return scope
-
-
-def _never(a: Any) -> Any:
-    """Stand for ``repeat`` of an operator whose calls are not remembered."""
 
 
 def _first(args: tuple[Any, ...]) -> Tensor:

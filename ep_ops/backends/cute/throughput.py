@@ -324,7 +324,6 @@ class ThroughputPath:
         tokens, max_tokens, outputs, state = a.topk_idx.shape[0], a.max_tokens, self._outputs, self._state
         num_rows = a.y.shape[0]
         current = self._by_budget(functools.partial(self._plan_combine, spec, num_rows, max_tokens, tokens))
-
         make = outputs.sums(tokens)
 
         def run(a: AnyCombine) -> Tensor:
@@ -344,9 +343,7 @@ class ThroughputPath:
         """Return the launch of each round of combines that differ only in tensors."""
         format = spec.sent_as
         traffic = self.sms.traffic_of(num_rows, tokens).in_format(_sum_bytes(self._problem, format))
-        bind = self._kernel(
-            Combine, rows=True, weighted=spec.weighted, residual=spec.residual, format=format
-        )  # fmt: skip
+        bind = self._kernel(Combine, rows=True, weighted=spec.weighted, residual=spec.residual, format=format)
         bind = functools.partial(bind, marks.pack("combine", most, format=format))
         return [
             bind(
@@ -379,9 +376,7 @@ class ThroughputPath:
         """Return a function that runs gradients of dispatches which differ from these arguments in tensors only."""
         (tokens, top_k), outputs, state = a.topk_idx.shape, self._outputs, self._state
         num_rows, rows, scalars = gradient_route(a).num_rows, spec.rows, spec.scalars
-        current = self._by_budget(
-            functools.partial(self._plan_dispatch_backward, spec, num_rows, a.max_tokens, tokens)
-        )  # fmt: skip
+        current = self._by_budget(functools.partial(self._plan_dispatch_backward, spec, num_rows, a.max_tokens, tokens))
         of_scalars = (tokens, top_k) if scalars else (0,)
         make = outputs.sums(tokens) if rows else functools.partial(outputs.scalars, (0,))
 
@@ -401,7 +396,7 @@ class ThroughputPath:
 
     def _plan_dispatch_backward(
         self, spec: DispatchBackwardSpec, num_rows: int, most: int, tokens: int
-    ) -> list[Launch]:  # fmt: skip
+    ) -> list[Launch]:
         """Return the launch of each round of gradients of dispatches that differ only in tensors."""
         rows, scalars, token_major = spec.rows, spec.scalars, spec.token_major
         traffic = self.sms.traffic_of(num_rows, tokens, token_major)
@@ -418,9 +413,7 @@ class ThroughputPath:
             return self._combine_backward_unweighted
         num_rows, outputs, state = a.num_rows, self._outputs, self._state
         tokens, most, alignment = a.topk_idx.shape[0], a.max_tokens, a.alignment
-        current = self._by_budget(
-            functools.partial(self._plan_combine_backward, num_rows, alignment, most, tokens)
-        )  # fmt: skip
+        current = self._by_budget(functools.partial(self._plan_combine_backward, num_rows, alignment, most, tokens))
 
         def run(a: AnyCombineBackward) -> tuple[Tensor, Tensor]:
             y, launches = a.y, current()
@@ -429,9 +422,7 @@ class ThroughputPath:
                 of_out = _of(a.grad_out, here)
                 with state:
                     if publish is not None:
-                        publish(
-                            x=of_out, topk_idx=part.topk_idx, send_rows=part.send_rows, arrivals=part.arrivals
-                        )  # fmt: skip
+                        publish(x=of_out, topk_idx=part.topk_idx, send_rows=part.send_rows, arrivals=part.arrivals)
                     # Without y, the kernel reads grad_y in its place, and the products are discarded.
                     pull(
                         grad_out=of_out, y=grad_y if y is None else y, recv_weights=a.recv_weights,
