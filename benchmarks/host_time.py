@@ -18,14 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ep_ops import Communicator
 from ep_ops.backends.cute.outputs import allocator
 from ep_ops.bench.figures import text_table
 from ep_ops.bench.options import add_sizes, new_parser, positive, read
 from ep_ops.bench.ranks import Found, Run, on_every_rank
 from ep_ops.bench.steps import Steps
 from ep_ops.bench.workloads import Workload
-from ep_ops.specs import CombineSpec, DispatchSpec
-from meta_kernels.arguments import CombineArgs, DispatchArgs
+from ep_ops.specs import spec_of
+from meta_kernels.arguments import Args, CombineArgs, DispatchArgs
 
 LAYERS = ("method", "operator", "backend", "outputs")
 
@@ -41,8 +42,7 @@ def layers_of(steps: Steps) -> dict[str, tuple[Callable[[int], Any], ...]]:
     sent = DispatchArgs(x, weights, idx, *ints)
     rows: Any = *d.route.tensors, *d.route.ints, comm.name
     returned = CombineArgs(d.x, d.weights, *rows)
-    send = comm.backend.prepare(DispatchSpec.of(sent)).bind(sent)
-    bring = comm.backend.prepare(CombineSpec.of(returned)).bind(returned)
+    send, bring = _bound(comm, sent), _bound(comm, returned)
 
     def outputs(*tensors: Tensor) -> Callable[[int], Any]:
         if comm.device.type != "cuda":
@@ -64,6 +64,13 @@ def layers_of(steps: Steps) -> dict[str, tuple[Callable[[int], Any], ...]]:
             outputs(out),
         ),
     }
+
+
+def _bound(comm: Communicator, a: Args) -> Callable[[Any], Any]:
+    """Return what runs calls like this one on the backend."""
+    spec = spec_of(a)
+    assert spec is not None
+    return comm.backend.prepare(spec).bind(a)
 
 
 def measure(device: torch.device, args: argparse.Namespace) -> None:

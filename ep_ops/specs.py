@@ -7,20 +7,24 @@ looks it up by its value afterwards (``ep_ops.backends.calls``).
 from __future__ import annotations
 
 import functools
-import typing
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from meta_kernels.arguments import (
-    AnyCombine,
-    AnyCombineBackward,
     AnyDispatch,
-    AnyDispatchBackward,
     Args,
     CombineArgs,
+    CombineBackwardArgs,
+    CombineBackwardStartArgs,
     CombineGatheredArgs,
+    CombineStartArgs,
+    CombineWaitArgs,
+    DispatchArgs,
+    DispatchBackwardArgs,
+    DispatchBackwardStartArgs,
     DispatchDynamicArgs,
     DispatchPlannedArgs,
+    DispatchStartArgs,
+    DispatchWaitArgs,
     PlanArgs,
 )
 
@@ -42,11 +46,6 @@ class PlanSpec(NamedTuple):
     def kind(self) -> str:
         """The operation."""
         return "plan"
-
-    @classmethod
-    def of(cls, a: PlanArgs) -> PlanSpec:
-        """Return the specification of a call with these arguments."""
-        return cls(a.layout)
 
 
 class DispatchSpec(NamedTuple):
@@ -95,17 +94,9 @@ class DispatchSpec(NamedTuple):
         """Whether the sums of a combine can be sent in this format."""
         return self.format in COMBINE_FORMATS
 
-    @classmethod
-    def of(cls, a: AnyDispatch) -> DispatchSpec:
-        """Return the specification of a call with these arguments."""
-        kind = _KINDS.get(type(a), "dispatch")
-        return cls(kind, a.layout, a.topk_weights is not None, a.format, a.scales_as, a.scales is not None, a.zeros)
-
 
 PLAIN = DispatchSpec("dispatch_planned", GROUPED)
 """A dispatch of unquantized rows without weights, along an existing route."""
-
-_KINDS: dict[type, str] = {DispatchDynamicArgs: "dispatch_dynamic", DispatchPlannedArgs: "dispatch_planned"}
 
 
 class CombineSpec(NamedTuple):
@@ -126,13 +117,6 @@ class CombineSpec(NamedTuple):
         """The format in which sums are sent, without "wire:"; empty: the rows' dtype."""
         return self.format.removeprefix("wire:")
 
-    @classmethod
-    def of(cls, a: AnyCombine) -> CombineSpec:
-        """Return the specification of a call with these arguments."""
-        if isinstance(a, CombineArgs):
-            return cls(a.recv_weights is not None, a.residual is not None, a.format, a.grad_format)
-        return cls(a.recv_weights is not None, format=a.format)
-
 
 class GatherSpec(NamedTuple):
     """Specification of a gathered combine."""
@@ -141,11 +125,6 @@ class GatherSpec(NamedTuple):
     def kind(self) -> str:
         """The operation."""
         return "combine_gathered"
-
-    @classmethod
-    def of(cls, a: CombineGatheredArgs) -> GatherSpec:
-        """Return the specification of a call with these arguments."""
-        return cls()
 
 
 class DispatchBackwardSpec(NamedTuple):
@@ -165,11 +144,6 @@ class DispatchBackwardSpec(NamedTuple):
         """Whether there is one row for each (token, rank)."""
         return self.layout == TOKEN_MAJOR
 
-    @classmethod
-    def of(cls, a: AnyDispatchBackward) -> DispatchBackwardSpec:
-        """Return the specification of a call with these arguments."""
-        return cls(a.layout, a.grad_recv_x is not None, a.grad_recv_weights is not None)
-
 
 class CombineBackwardSpec(NamedTuple):
     """Specification of the gradients of a combine."""
@@ -182,25 +156,35 @@ class CombineBackwardSpec(NamedTuple):
         """The operation."""
         return "combine_backward"
 
-    @classmethod
-    def of(cls, a: AnyCombineBackward) -> CombineBackwardSpec:
-        """Return the specification of a call with these arguments."""
-        return cls(a.recv_weights is not None, a.y is not None)
-
 
 Spec = PlanSpec | DispatchSpec | CombineSpec | GatherSpec | DispatchBackwardSpec | CombineBackwardSpec
-
-_SPECS: dict[type, Callable[[Any], Spec]] = {
-    PlanArgs: PlanSpec.of,
-    **dict.fromkeys(typing.get_args(AnyDispatch), DispatchSpec.of),
-    **dict.fromkeys(typing.get_args(AnyCombine), CombineSpec.of),
-    CombineGatheredArgs: GatherSpec.of,
-    **dict.fromkeys(typing.get_args(AnyDispatchBackward), DispatchBackwardSpec.of),
-    **dict.fromkeys(typing.get_args(AnyCombineBackward), CombineBackwardSpec.of),
-}
 
 
 def spec_of(a: Args) -> Spec | None:
     """Return the specification of a call with these arguments. None: the wait of a gradient, which has none."""
-    of = _SPECS.get(type(a))
-    return None if of is None else of(a)
+    match a:
+        case PlanArgs():
+            return PlanSpec(a.layout)
+        case DispatchArgs() | DispatchStartArgs() | DispatchWaitArgs():
+            return _dispatch("dispatch", a)
+        case DispatchDynamicArgs():
+            return _dispatch("dispatch_dynamic", a)
+        case DispatchPlannedArgs():
+            return _dispatch("dispatch_planned", a)
+        case CombineArgs():
+            return CombineSpec(a.recv_weights is not None, a.residual is not None, a.format, a.grad_format)
+        case CombineStartArgs() | CombineWaitArgs():
+            return CombineSpec(a.recv_weights is not None, format=a.format)
+        case CombineGatheredArgs():
+            return GatherSpec()
+        case DispatchBackwardArgs() | DispatchBackwardStartArgs():
+            return DispatchBackwardSpec(a.layout, a.grad_recv_x is not None, a.grad_recv_weights is not None)
+        case CombineBackwardArgs() | CombineBackwardStartArgs():
+            return CombineBackwardSpec(a.recv_weights is not None, a.y is not None)
+    return None
+
+
+def _dispatch(kind: str, a: AnyDispatch) -> DispatchSpec:
+    return DispatchSpec(
+        kind, a.layout, a.topk_weights is not None, a.format, a.scales_as, a.scales is not None, a.zeros
+    )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meta_kernels.arguments import AnyCombineBackward, AnyStart, Args, CombineBackwardArgs, CombineBackwardStartArgs
+from meta_kernels.arguments import AnyStart, Args
 
 from .. import arrivals
 from ..config import Member
@@ -112,7 +112,7 @@ class CheckedBackend:
         self._operations += 1
         with self._reference.together(f"comparison of ep::{operator}"):
             expected = self._reference.prepare(spec).bind(a)(a)
-            slack = self._rounding(a) if isinstance(a, (CombineBackwardArgs, CombineBackwardStartArgs)) else None
+            slack = self._rounding(spec, a) if isinstance(spec, CombineBackwardSpec) else None
             text = self._difference(spec.kind, a, got, expected, slack)
             noted = [said.partition("|") for said in self._reference.exchange.all_gather_text(f"{layer}|{text}")]
         self._compare_layers(operator, [calling for calling, _, _ in noted])
@@ -183,12 +183,12 @@ class CheckedBackend:
 
     # ------------------------------------------------------------------ comparison
 
-    def _rounding(self, a: AnyCombineBackward) -> Tensor | None:
+    def _rounding(self, spec: CombineBackwardSpec, a: Any) -> Tensor | None:
         """Return the largest difference of two sums of the same products in different orders, [R]. Collective."""
-        if a.y is None or a.recv_weights is None:
+        if not (spec.products and spec.weighted):
             return None
         absolute = a._replace(grad_out=a.grad_out.abs(), y=a.y.abs())
-        _, magnitude = self._reference.prepare(CombineBackwardSpec.of(a)).bind(absolute)(absolute)
+        _, magnitude = self._reference.prepare(spec).bind(absolute)(absolute)
         exact = torch.finfo(magnitude.dtype)
         return a.y.shape[1] * (exact.eps * magnitude + exact.tiny)
 

@@ -31,7 +31,7 @@ from ep_ops.nn.gemms import choose
 from ep_ops.nn.late import SentTokens
 from ep_ops.nn.token_major import How, Rows
 from ep_ops.records import Route
-from ep_ops.specs import CombineSpec
+from ep_ops.specs import spec_of
 from meta_kernels.formats import COMBINE_FORMATS
 
 HIDDEN = {f"wire:{MX}": 64, f"wire:{POW2}": 128}
@@ -323,7 +323,7 @@ def test_rejections(monkeypatch: pytest.MonkeyPatch) -> None:
         for operator in ("combine", "combine_start"):
             given = OPS[operator].arguments(y, None, *route.tensors, *route.ints, comm.name, format=WIRE)
             checks.combine(comm, given)  # type: ignore[arg-type]
-            checks.spec(comm, CombineSpec.of(given))  # type: ignore[arg-type]
+            checks.spec(comm, spec_of(given))  # type: ignore[arg-type]
     with communicator(dtype=torch.float64) as comm:
         route, _ = comm.plan(idx, capacity=32)
         with pytest.raises(ValueError, match="format is 'wire:e4m3/32/mx', and rows are torch.float64"):

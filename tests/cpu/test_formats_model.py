@@ -20,7 +20,7 @@ from ep_ops import checks
 from ep_ops.formats import FORMATS, Grid, ScaleLayout, dequantize, format_of, quantize
 from ep_ops.operators import OPERATORS
 from ep_ops.records import NoElements
-from ep_ops.specs import DispatchSpec
+from ep_ops.specs import spec_of
 
 HIDDEN, TOP_K, EXPERTS, ALIGNMENT = 256, 2, 4, 8
 QUANTISED = tuple(name for name, form in FORMATS.items() if not form.wire)
@@ -420,7 +420,7 @@ def test_sizes_that_do_not_divide_are_rejected(name: str, hidden: int, multiple:
         op = next(each for each in OPERATORS if each.name == "dispatch")  # before ranks meet: nobody waits for this one
         ints = (16, ALIGNMENT, 0, 16, EXPERTS, 1, comm.name)
         with pytest.raises(ValueError, match=f"hidden_size is {hidden}"):
-            checks.spec(comm, DispatchSpec.of(op.arguments(x, None, idx, *ints, format=name)))
+            checks.spec(comm, spec_of(op.arguments(x, None, idx, *ints, format=name)))
 
 
 def test_float64_rows_have_no_format() -> None:
