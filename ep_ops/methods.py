@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -24,10 +23,7 @@ from meta_kernels.arguments import (
 )
 
 from . import formats, inputs, registry
-from .backends.base import Backend
-from .backends.calls import CallCache
 from .config import worst_case_rows
-from .group.survivors import ExpertIds
 from .inputs import sizes_of
 from .operators.rejection import reject
 from .operators.table import (
@@ -42,7 +38,6 @@ from .operators.table import (
     DISPATCH_WAIT,
     PLAN,
 )
-from .overflow import Overflow
 from .records import (
     DISTINCT,
     GROUPED,
@@ -55,10 +50,13 @@ from .records import (
     check_types,
     wrong_type,
 )
-from .statistics.counts import Counts
 
 if TYPE_CHECKING:
     from typing_extensions import Never
+
+    from .registry import Living as Attributes
+else:
+    Attributes = object
 
 _A = TypeVar("_A", DispatchArgs, DispatchStartArgs)
 _new = tuple.__new__  # makes records in a third of the time
@@ -66,26 +64,8 @@ _is_grad_enabled = torch.is_grad_enabled
 _SCALES = DispatchArgs._fields.index("scales")
 
 
-class Methods:
-    """The operators of a :class:`ep_ops.Communicator`, which sets these attributes."""
-
-    name: str
-    world_size: int
-    num_local_experts: int
-    hidden_size: int
-    top_k: int
-    max_tokens_per_rank: int
-    alignment: int
-    dtype: torch.dtype
-    weights_dtype: torch.dtype
-    backend: Backend
-    calls: CallCache  # those that have passed their checks
-    busy: threading.RLock  # held by the thread that calls this communicator
-    destroyed: bool
-    expert_ids: ExpertIds | None
-    warned_rows: float  # a larger default capacity causes a warning
-    overflowed: Overflow | None
-    counts: Counts | None
+class Methods(Attributes):
+    """The operators of a :class:`ep_ops.Communicator`, which sets the attributes."""
 
     def capacity(self, max_tokens: int | None = None, alignment: int | None = None) -> int:
         """Return the number of rows of a receive buffer that has room for every row in the worst case.

@@ -7,7 +7,7 @@ C = min(K, W), the largest number of ranks that a token is sent to.
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -290,7 +290,7 @@ def whole(name: str, given: Any) -> int:
     return number
 
 
-def is_ordinary(given: object) -> bool:
+def is_ordinary(given: object) -> TypeGuard[Tensor]:
     """Return whether an argument is a tensor of this rank with strides: neither nested, sparse nor mkldnn, nor a
     DTensor."""
     if not isinstance(given, Tensor) or isinstance(given, DTensor):

@@ -10,15 +10,23 @@ from typing import NoReturn, Protocol
 from .backends.base import Backend
 from .backends.calls import CallCache
 from .config import Member
+from .group.survivors import ExpertIds
+from .overflow import Overflow
+from .statistics.counts import Counts
 
 
 class Living(Member, Protocol):
-    """The attributes of a communicator that operators use."""
+    """The attributes of a communicator that its methods and operators use."""
 
+    alignment: int
     backend: Backend
-    calls: CallCache
+    calls: CallCache  # those that have passed their checks
     busy: threading.RLock  # held by the thread that calls the communicator
     destroyed: bool
+    expert_ids: ExpertIds | None  # after experts were lost
+    warned_rows: float  # a larger default capacity causes a warning
+    overflowed: Overflow | None
+    counts: Counts | None
 
 
 living: dict[str, Living] = {}

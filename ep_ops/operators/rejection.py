@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.utils import checkpoint
 
 from .. import registry
-from ..backends.base import Backend
+from ..registry import Living
 
 _is_compiling = torch.compiler.is_compiling
 _END_OF_RECOMPUTATION = getattr(checkpoint, "_StopRecomputationError", ())
@@ -21,16 +20,7 @@ _END_OF_RECOMPUTATION = getattr(checkpoint, "_StopRecomputationError", ())
 Result = TypeVar("Result")
 
 
-class Called(Protocol):
-    """The attributes of a communicator that every call uses."""
-
-    name: str
-    backend: Backend
-    busy: threading.RLock  # held by the thread that calls the communicator
-    destroyed: bool
-
-
-def take(comm: Called, call: str) -> None:
+def take(comm: Living, call: str) -> None:
     """Begin a call of a communicator in this thread; ``comm.busy.release()`` ends it. RuntimeError if the communicator
     was destroyed, or if another thread is calling it."""
     if comm.destroyed:
@@ -39,7 +29,7 @@ def take(comm: Called, call: str) -> None:
         reject_thread(comm, call)
 
 
-def reject(operator: str, comm: Called, error: Exception, flight: Any = 0, max_tokens: Any = 0) -> NoReturn:
+def reject(operator: str, comm: Living, error: Exception, flight: Any = 0, max_tokens: Any = 0) -> NoReturn:
     """Raise ``error`` on this rank, which does not run ``operator``, and inform the ranks that do, unless ``error`` is
     the exception with which activation checkpointing ends recomputation.
 
@@ -64,7 +54,7 @@ def reject(operator: str, comm: Called, error: Exception, flight: Any = 0, max_t
     raise error
 
 
-def rejected(operator: str, comm: Called, run: Callable[[], Result], *, flight: Any = 0, max_tokens: Any = 0) -> Result:
+def rejected(operator: str, comm: Living, run: Callable[[], Result], *, flight: Any = 0, max_tokens: Any = 0) -> Result:
     """Return ``run()``, after which this rank runs ``operator``. In eager code, what it raises is rejected on all
     ranks: they would otherwise run ``operator`` with the next call of this rank, which can be that of another layer.
 
@@ -88,7 +78,7 @@ def is_tracing() -> bool:
 _fake_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
 
 
-def reject_thread(comm: Called, call: str) -> NoReturn:
+def reject_thread(comm: Living, call: str) -> NoReturn:
     """Raise RuntimeError on all ranks for a call of a communicator that another thread is calling, or has destroyed.
     Ranks can differ in the order of the threads' calls, so a communicator of several ranks fails."""
     if comm.destroyed:

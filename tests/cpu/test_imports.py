@@ -22,7 +22,7 @@ ROOMS = {
     "ep_ops.config": ("ep_ops.records", "ep_ops.version"),
     "ep_ops.group": ("ep_ops.config",),
     "ep_ops.arguments": (),
-    "ep_ops.inputs": ("ep_ops.config", "ep_ops.group", "ep_ops.records"),
+    "ep_ops.inputs": ("ep_ops.config", "ep_ops.records", "ep_ops.registry"),
     "ep_ops.overflow": (),
     "ep_ops.checks": (
         "ep_ops.arrivals", "ep_ops.formats", "ep_ops.records", "ep_ops.config", "ep_ops.specs", "meta_kernels",
@@ -34,14 +34,14 @@ ROOMS = {
         "ep_ops.specs", "cute_kernels", "meta_kernels",
     ),
     "ep_ops.memory": ("ep_ops.arrivals", "ep_ops.config", "ep_ops.formats", "ep_ops.backends", "ep_ops.records"),
-    "ep_ops.registry": ("ep_ops.config", "ep_ops.backends"),
+    "ep_ops.registry": ("ep_ops.config", "ep_ops.group", "ep_ops.overflow", "ep_ops.statistics", "ep_ops.backends"),
     "ep_ops.operators": (
         "ep_ops.records", "ep_ops.config", "ep_ops.checks", "ep_ops.backends", "ep_ops.registry", "ep_ops.specs",
         "meta_kernels",
     ),
     "ep_ops.methods": (
-        "ep_ops.records", "ep_ops.config", "ep_ops.operators", "ep_ops.inputs", "ep_ops.backends", "ep_ops.formats",
-        "ep_ops.overflow", "ep_ops.group", "ep_ops.registry", "ep_ops.statistics", "meta_kernels",
+        "ep_ops.records", "ep_ops.config", "ep_ops.operators", "ep_ops.inputs", "ep_ops.formats", "ep_ops.registry",
+        "meta_kernels",
     ),
     "ep_ops.creation": ("ep_ops.config", "ep_ops.group", "ep_ops.backends", "ep_ops.registry"),
     "ep_ops.communicator": (
