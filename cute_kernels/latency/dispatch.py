@@ -361,7 +361,7 @@ class LatencyDispatch(DispatchSender):
         address_of, gives_up = self.waits_of(ranks, batch, item, share)
         every = (1 << EAGER_BATCH) - 1
         start = Int64(0)
-        while state & every != 0:
+        while arch.vote_any_sync(state & every != 0):
             load_packets(batch.words, state & ~(state >> HELD), EAGER_BATCH, address_of)
             for u in range_constexpr(EAGER_BATCH):
                 if (state >> u) & 1 != 0:

@@ -46,7 +46,8 @@ class WarpShare(NamedTuple):
 
 
 def ld_line(addr: Int64) -> Words:
-    """Load 16 bytes that a peer may be writing."""
+    """By a whole warp, behind a vote: load 16 bytes that a peer may be writing. A lane that loads before the lane with
+    the mark may get older bytes, so all lanes of a line load in one instruction."""
     return arch.inline_ptx(
         "ld.volatile.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Uint32] * 4,
@@ -55,7 +56,9 @@ def ld_line(addr: Int64) -> Words:
 
 
 def st_line(addr: Int64, words: Sequence[Any]) -> None:
-    """Store 16 bytes of a line; the lanes of a line store together."""
+    """By a whole warp: store 16 bytes of a line. All lanes of a line store in one instruction, so that it travels as a
+    unit."""
+    arch.sync_warp()
     arch.inline_ptx("st.volatile.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[addr, *words])
 
 
@@ -121,7 +124,8 @@ def store_payload(
 
 @cute.jit
 def load_packets(words: Any, wanted: Int32, count: cutlass.Constexpr[int], address_of: Callable[[int], Int64]) -> None:
-    """By the whole warp: load a lane's 16 bytes of each packet u of the `wanted` (as bits) from `address_of(u)`."""
+    """By the whole warp, behind a vote: load a lane's 16 bytes of each packet u of the `wanted` (as bits) from
+    `address_of(u)`."""
     for u in range_constexpr(count):
         if (wanted >> u) & 1 != 0:
             got = ld_line(address_of(u))
@@ -142,7 +146,7 @@ def await_packets(
     """
     polls = Int32(0)
     start = Int64(0)
-    while waiting != 0:
+    while arch.vote_any_sync(waiting != 0):
         load_packets(words, waiting, count, address_of)
         missing = Int32(0)
         for u in range_constexpr(count):
@@ -171,7 +175,7 @@ def receive_packet(
     polls = Int32(0)
     start = Int64(0)
     waiting = Int32(1)
-    while waiting != 0:
+    while arch.vote_any_sync(waiting != 0):
         got = ld_line(addr)
         for i in range_constexpr(4):
             words[i] = got[i]

@@ -77,7 +77,8 @@ def test_dispatch(name: str, arch: str) -> None:
         assert_epoch_is_held(ptx)
         # Where rows are placed: the leader's update comes after every lane's read, and before what reads it next.
         step = r"bar\.warp\.sync.*\n(?:.*\n){0,8}?.*st\.shared\.b16.*\n(?:.*\n){0,3}?.*bar\.warp\.sync"
-        assert len(re.findall(step, ptx)) * 2 == count(ptx, "bar.warp.sync") > 0
+        stores = count(ptx, "st.volatile.global.v4.b32")
+        assert len(re.findall(step, ptx)) * 2 == count(ptx, "bar.warp.sync") - stores > 0
 
 
 def assert_epoch_is_held(ptx: str) -> None:
@@ -114,6 +115,21 @@ def test_combine(name: str, weighted: bool, arch: str) -> None:
     assert "fence.acq_rel" not in ptx and "membar" not in ptx
     if name == "uneven":
         assert_epoch_is_held(ptx)
+
+
+@pytest.mark.parametrize("kernel", [LatencyDispatch, LatencyCombine])
+def test_lanes_are_together(kernel) -> None:
+    """A barrier of the warp precedes each store of a line in its block of instructions, and a vote all loads."""
+    ptx = compiled_ptx(kernel(LARGE, 256, True), "sm_90a")
+    found = re.findall(r"bar\.warp\.sync|(?:st|ld)\.volatile\.global\.v4\.b32|^\$L\w+:|vote\.sync", ptx, re.MULTILINE)
+    stores = [i for i, word in enumerate(found) if word.startswith("st.")]
+    loads = [i for i, word in enumerate(found) if word.startswith("ld.")]
+    assert stores and loads
+    for i in stores:
+        assert found[i - 1] == "bar.warp.sync"
+    for i in loads:
+        before = next(w for w in reversed(found[:i]) if not w.startswith(("$L", "ld.")))
+        assert before == "vote.sync"
 
 
 @pytest.mark.parametrize("kernel", [LatencyDispatch, LatencyCombine])
