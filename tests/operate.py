@@ -80,12 +80,9 @@ class On:
         spec, target = spec_of(a), self.target
         assert spec is not None
         if type(target).__name__ == "LatencyPath":
-            make = target.dispatches if isinstance(a, DispatchArgs) else target.combines
-            return lambda: make(spec, a, part)(a)
+            return lambda: target.launches(spec, a, part)(a)
         if type(target).__name__ == "ThroughputPath":
-            from ep_ops.backends.cute.backend import CuteBackend
-
-            return lambda: CuteBackend.launches(None, spec, a, target)(a)  # type: ignore[arg-type]
+            return lambda: target.launches(spec, a)(a)
         run = target.prepare(spec).bind(a)
         return lambda: run(a)
 

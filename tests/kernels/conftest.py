@@ -68,7 +68,7 @@ def backend(device: Device) -> Any:
         FlightOrder("ep"),
     )
     made._failures = NO_FAILURES
-    made._latency_tokens, made._rank, made._device, made._across = 64, 0, torch.device("cpu"), False
+    made._rank, made._device, made._across = 0, torch.device("cpu"), False
     made._problem = PROBLEM
     results, traffic = Outputs(PROBLEM, 2, torch.device("cpu")), TokenTraffic.of(PROBLEM, 1)
     made._launcher, made._state = Launches(device), device.state

@@ -18,6 +18,7 @@ from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.budget import Budget
 from ep_ops.backends.cute import outputs
 from ep_ops.backends.cute.call_state import CallState
+from ep_ops.backends.cute.latency import LatencyPath
 from ep_ops.backends.cute.sm_model import TokenTraffic
 from ep_ops.backends.cute.throughput import ThroughputPath
 from ep_ops.backends.cute.tuning import Tuning
@@ -62,6 +63,16 @@ class Recorder:
             return launch
 
         return bind
+
+
+def noting(made: Any, problem: Problem, tokens: int, took: list[Any]) -> None:
+    """Give a cute backend paths that note (name, specification) of each call; latency kernels take up to `tokens`."""
+    made.begin = lambda: None
+    recorder: Any = Recorder(problem, 132)
+    made.latency = LatencyPath(recorder, outputs.Outputs(problem, 8, recorder.device), tokens)
+    made.throughput = SimpleNamespace()
+    for path, name in ((made.latency, "latency"), (made.throughput, "throughput")):
+        path.launches = lambda spec, a, name=name: lambda a: took.append((name, spec))
 
 
 def allocate_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,6 @@ from operate import RECEIVE, SEND, Delivery, On, Sizes
 from cute_kernels.heap import Problem
 from cute_kernels.slices import Slices
 from ep_ops.backends.cute import outputs
-from ep_ops.backends.cute.backend import CuteBackend
 from ep_ops.backends.cute.latency import LatencyPath
 from ep_ops.backends.cute.residency import most_pulling
 from ep_ops.backends.cute.sm_model import TokenTraffic, default_budget
@@ -75,14 +74,11 @@ class Machine:
         self.few = On(LatencyPath(recorder, made, LATENCY))  # type: ignore[arg-type]
         self.many = On(ThroughputPath(recorder, made, budget, traffic))  # type: ignore[arg-type]
         self.beside = On(ThroughputPath(recorder, made, budget, traffic, side))  # type: ignore[arg-type]
-        backend: Any = object.__new__(CuteBackend)
-        backend._problem, backend._latency_tokens = p, LATENCY
-        self.has_latency = backend.has_latency
 
     def path(self, args: Any) -> Any:
         from ep_ops.specs import spec_of
 
-        return self.few if self.has_latency(spec_of(args), args) else self.many
+        return self.few if self.few.takes(spec_of(args), args) else self.many
 
     def calls(self, tokens: int) -> Iterator[tuple[str, Any]]:
         """Yield each call with so many tokens on every rank, as a name and what runs it."""

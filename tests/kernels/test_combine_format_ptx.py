@@ -4,7 +4,6 @@ instructions of the kernels."""
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from built import built, compiled_ptx, count
-from launches import PROBLEM, Recorder, across, allocate_on_cpu, throughput
+from launches import PROBLEM, Recorder, across, allocate_on_cpu, noting, throughput
 from operate import Delivery, On, row_format
 
 from cute_kernels import marks
@@ -88,19 +87,14 @@ def test_latency_launches(two_domains: bool, monkeypatch: pytest.MonkeyPatch) ->
 def test_who_takes_combines() -> None:
     """Latency kernels run combines up to their bound of tokens, unless there is a residual."""
     made: Any = On(object.__new__(CuteBackend))
-    took: list[tuple[str, str]] = []
-    made.begin = lambda: None
-    made._latency_tokens, made._problem = 16, PROBLEM
-
-    def path(name: str) -> Any:
-        return SimpleNamespace(combines=lambda spec, a: lambda a: took.append((name, spec.sent_as)))
-
-    made.latency, made.throughput = path("latency"), path("throughput")
+    took: list[tuple[str, Any]] = []
+    made._problem = PROBLEM
+    noting(made, PROBLEM, 16, took)
     y = torch.zeros(48, 64)
     made.combine(y, None, route_of(16), None, WIRE)
     made.combine(y, None, route_of(17), None, WIRE)
     made.combine(y, None, route_of(16), y, WIRE)
-    assert took == [("latency", MX), ("throughput", MX), ("throughput", MX)]
+    assert [(name, spec.sent_as) for name, spec in took] == [("latency", MX), ("throughput", MX), ("throughput", MX)]
     pairs = across(Nvlink())
     assert latency.takes_sums(pairs, MX) and not latency.takes_sums(pairs, "e4m3/128/pow2")
     assert latency.takes_sums(PROBLEM, "e4m3/128/pow2")

@@ -165,7 +165,7 @@ def test_operators_across_domains(monkeypatch: pytest.MonkeyPatch) -> None:
     made: Any = On(object.__new__(CuteBackend))
     made.throughput, recorder = throughput(Budget(20, 30, beyond=66), monkeypatch, problem)
     made._problem, made._local_experts, made._order, made._rank = problem, 2, FlightOrder("name"), 1
-    made._latency_tokens, made._across = -1, True
+    made.latency, made._across = SimpleNamespace(takes=lambda spec, a: False), True
     made._config = SimpleNamespace(name="name", symmetric_rows=48)  # type: ignore[assignment]
     made._failures, made._state = NO_FAILURES, recorder.state
     held = torch.zeros(48 * 64 * 2, dtype=torch.uint8)

@@ -26,7 +26,7 @@ from ...records import GROUPED, TOKEN_MAJOR
 from ...specs import PLAIN, DispatchSpec, spec_of
 from ..budget import Budget
 from .call_state import CallState
-from .latency import PARTS, LatencyPath, takes_sums
+from .latency import PARTS, LatencyPath
 from .outputs import Outputs
 from .sm_model import TokenTraffic
 from .throughput import ThroughputPath
@@ -66,21 +66,10 @@ def throughput_kernels(problem: Problem, spec: DispatchSpec = PLAIN) -> list[Any
     path = ThroughputPath(launcher, Outputs(problem, problem.local_experts, NOTED), budget, traffic)
     for a in _calls(problem, spec):
         named: Any = spec_of(a)
-        match a:
-            case PlanArgs():
-                path.plan(a)
-            case DispatchArgs():
-                path.dispatches(named, a)
-            case DispatchPlannedArgs():
-                path.dispatch_planned(named, a)
-            case CombineArgs():
-                path.combines(named, a)
-            case CombineGatheredArgs():
-                path.combine_gathered(a, _ints(problem.world_size), 1)
-            case DispatchBackwardArgs():
-                path.dispatch_backwards(named, a)
-            case CombineBackwardArgs():
-                path.combine_backwards(a)
+        if isinstance(a, CombineGatheredArgs):
+            path.combine_gathered(a, _ints(problem.world_size), 1)
+        else:
+            path.launches(named, a)(a)
     return list(launcher.found)
 
 
@@ -91,10 +80,8 @@ def latency_kernels(problem: Problem, tokens: int, spec: DispatchSpec = PLAIN) -
     path = LatencyPath(launcher, Outputs(problem, problem.local_experts, NOTED), tokens)
     for a, part in itertools.product(_calls(problem, spec), PARTS):
         named: Any = spec_of(a)
-        if isinstance(a, DispatchArgs):
-            path.dispatches(named, a, part)
-        elif isinstance(a, CombineArgs) and a.residual is None and takes_sums(problem, named.sent_as):
-            path.combines(named, a, part)
+        if path.takes(named, a):
+            path.launches(named, a, part)
     return list(launcher.found)
 
 

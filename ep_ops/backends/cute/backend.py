@@ -44,22 +44,13 @@ from ...records import (
     plan_in,
     route_of,
 )  # fmt: skip
-from ...specs import (
-    CombineBackwardSpec,
-    CombineSpec,
-    DispatchBackwardSpec,
-    DispatchSpec,
-    GatherSpec,
-    PlanSpec,
-    Spec,
-    spec_of,
-)
+from ...specs import CombineSpec, DispatchSpec, GatherSpec, Spec, spec_of
 from ..base import Formats, Prepared, lies_elsewhere, not_gatherable
 from ..split import FlightOrder, parts_of, ticket
-from . import latency
 from .ahead import latency_kernels, throughput_kernels
 from .call_state import BEGUN, CHECKING, CallState, Stage
 from .failures import Failures, pack_reason
+from .latency import RECEIVE, SEND, LatencyPath
 from .launcher import Launcher
 from .outputs import Outputs
 from .residency import most_pulling
@@ -88,8 +79,7 @@ def all_kernels(config: Config, formats: Formats = ()) -> list[Any]:
     for name, scales_as in (("", ""), *formats):
         spec = DispatchSpec("dispatch", GROUPED, format=name, scales_as=scales_as)
         found += throughput_kernels(problem, spec)
-        if tokens and spec.latency:
-            found += latency_kernels(problem, tokens, spec)
+        found += latency_kernels(problem, tokens, spec)
     return [*dict.fromkeys(found), Reject(problem, tokens if problem.domains else 0), RaiseAlarm(problem)]
 
 
@@ -132,11 +122,11 @@ class CuteBackend:
         self._default_budget = functools.partial(default_budget, traffic, tuning, *limits)
         self.budget = self._default_budget()
         outputs = Outputs(problem, member.num_local_experts, member.device)
-        self._latency_tokens = token_bound(config, problem) or -1  # a call's bound may be 0
-        self.latency = latency.LatencyPath(self._launcher, outputs, max(0, self._latency_tokens))
+        few = token_bound(config, problem)
+        self.latency = LatencyPath(self._launcher, outputs, few)
         self.throughput = ThroughputPath(self._launcher, outputs, self.budget, traffic)
         # The same paths on the communicator's own stream, for split operations.
-        self._latency_beside = latency.LatencyPath(self._side_launcher, outputs, max(0, self._latency_tokens))
+        self._latency_beside = LatencyPath(self._side_launcher, outputs, few)
         self._beside = ThroughputPath(self._side_launcher, outputs, self.budget, traffic, self._flights.side)
         self._order = FlightOrder(config.name)
         failures.turns = self._turns
@@ -150,33 +140,15 @@ class CuteBackend:
     def prepare(self, spec: Spec) -> Prepared:
         return PreparedLaunches(self, spec)
 
-    def launches(self, spec: Spec, a: Any, path: ThroughputPath) -> Callable[[Any], Any]:
+    def launches(self, spec: Spec, a: Any) -> Callable[[Any], Any]:
         """Return a function that launches the kernels of calls that differ from these arguments only in tensors."""
         match spec:
-            case PlanSpec():
-                return path.plan
             case DispatchSpec(kind="dispatch_dynamic"):
                 return functools.partial(self._dispatch_dynamic, spec)
-            case DispatchSpec(kind="dispatch_planned"):
-                return functools.partial(path.dispatch_planned, spec)
-            case DispatchSpec():
-                return path.dispatches(spec, a)
-            case CombineSpec():
-                return path.combines(spec, a)
             case GatherSpec():
                 return self._combine_gathered
-            case DispatchBackwardSpec():
-                return path.dispatch_backwards(spec, a)
-            case CombineBackwardSpec():
-                return path.combine_backwards(a)
-
-    def has_latency(self, spec: Spec, a: Any) -> bool:
-        """Return whether the latency kernels run such calls."""
-        if isinstance(spec, DispatchSpec):
-            return spec.kind == "dispatch" and a.max_tokens <= self._latency_tokens and spec.latency
-        if isinstance(spec, CombineSpec) and not spec.residual:
-            return a.max_tokens <= self._latency_tokens and latency.takes_sums(self._problem, spec.sent_as)
-        return False
+        path = self.latency if self.latency.takes(spec, a) else self.throughput
+        return path.launches(spec, a)
 
     def _dispatch_dynamic(self, spec: DispatchSpec, a: DispatchDynamicArgs) -> DispatchTensors:
         placed = self._plan_exactly(a)
@@ -211,7 +183,7 @@ class CuteBackend:
             raise ValueError(problem)
         if self._across:
             whole = CombineArgs(y, None, *a[1:])
-            return self.throughput.combines(CombineSpec(), whole)(whole)
+            return self.throughput.launches(CombineSpec(), whole)(whole)
         if lies_elsewhere(y, rows.local):
             self.empty_rows(y.shape[0]).copy_(y)
         return self.throughput.combine_gathered(a, rows.table, most)
@@ -220,16 +192,10 @@ class CuteBackend:
 
     def parts(self, spec: Spec, a: Any) -> Parts:
         """Return what launches the parts of split operations that differ from these arguments only in tensors."""
-        if not self.has_latency(spec, a):
-            return self.launches(spec, a, self._beside), None
-        if isinstance(spec, DispatchSpec):
-            send = self._latency_beside.dispatches(spec, a, latency.SEND)
-            receive = [path.dispatches(spec, a, latency.RECEIVE) for path in (self._latency_beside, self.latency)]
-        else:
-            assert isinstance(spec, CombineSpec)
-            send = self._latency_beside.combines(spec, a, latency.SEND)
-            receive = [path.combines(spec, a, latency.RECEIVE) for path in (self._latency_beside, self.latency)]
-        return send, (receive[0], receive[1])
+        if not self.latency.takes(spec, a):
+            return self._beside.launches(spec, a), None
+        beside, here = (path.launches(spec, a, RECEIVE) for path in (self._latency_beside, self.latency))
+        return self._latency_beside.launches(spec, a, SEND), (beside, here)
 
     def start(self, operator: str, parts: Callable[[], Parts], a: AnyStart) -> Tensor:
         """Start an operation in the flight of the arguments. `parts` returns what launches it."""
@@ -361,7 +327,7 @@ class CuteBackend:
             return
         self._flights.follow()
         text = torch.frombuffer(bytearray(pack_reason(reason, turns)), dtype=torch.uint8).to(self._device)
-        tokens = max(0, self._latency_tokens) if self._across else 0
+        tokens = self.latency.tokens if self._across else 0
         bind = self._launcher.get(Reject, tokens=tokens)
         for turn in range(first, turns):
             bind(marks.pack_rejection(self._rank, turn), blocks=1)(text)
@@ -533,19 +499,10 @@ class PreparedLaunches:
             nonlocal run
             begin()
             if run is None:
-                run = self._launches(a)
+                run = self._backend.launches(self._spec, a)
             return run(a)
 
         return call
-
-    def _launches(self, a: Any) -> Callable[[Any], Any]:
-        backend, spec = self._backend, self._spec
-        if not backend.has_latency(spec, a):
-            return backend.launches(spec, a, backend.throughput)
-        if isinstance(spec, DispatchSpec):
-            return backend.latency.dispatches(spec, a)
-        assert isinstance(spec, CombineSpec)
-        return backend.latency.combines(spec, a)
 
     def start(self, a: Args) -> Callable[[Any], Tensor]:
         backend, spec = self._backend, self._spec

@@ -14,7 +14,7 @@ from cute_kernels.latency.sizes import WARPS
 from meta_kernels.arguments import AnyCombine, AnySizedDispatch
 
 from ...records import DispatchTensors
-from ...specs import PLAIN, CombineSpec, DispatchSpec
+from ...specs import PLAIN, CombineSpec, DispatchSpec, Spec
 from .call_state import BEGUN, LAUNCHING
 from .launcher import Launcher
 from .outputs import Outputs, published_slots
@@ -39,7 +39,7 @@ def takes_sums(problem: Problem, format: str) -> bool:
 
 
 class LatencyPath:
-    """Dispatch and combine of calls whose token bound is at most `tokens`, one kernel each.
+    """Dispatch and combine of calls whose token bound is at most `tokens` (0: none), one kernel each.
 
     Same rows, order and bits as the throughput kernels; operations of both kinds alternate freely.
     """
@@ -90,12 +90,27 @@ class LatencyPath:
             senders = sms
         return self.deal or self._with_puts(senders, self._far * max_tokens, send)
 
-    def dispatches(
-        self, spec: DispatchSpec, a: AnySizedDispatch, part: tuple[bool, bool] = WHOLE
+    def takes(self, spec: Spec, a: Any) -> bool:
+        """Return whether these kernels run such calls."""
+        if isinstance(spec, DispatchSpec):
+            fits = spec.kind == "dispatch" and spec.latency
+        else:
+            fits = isinstance(spec, CombineSpec) and not spec.residual and takes_sums(self._problem, spec.sent_as)
+        return fits and self.tokens > 0 and a.max_tokens <= self.tokens
+
+    def launches(self, spec: Spec, a: Any, part: tuple[bool, bool] = WHOLE) -> Callable[[Any], Any]:
+        """Return a function that runs calls which differ from these arguments in tensors only. `part`: what the kernel
+        does; a part that only sends returns nothing of use."""
+        if isinstance(spec, DispatchSpec):
+            return self._dispatches(spec, a, part)
+        assert isinstance(spec, CombineSpec)
+        return self._combines(spec, a, part)
+
+    def _dispatches(
+        self, spec: DispatchSpec, a: AnySizedDispatch, part: tuple[bool, bool]
     ) -> Callable[[Any], DispatchTensors]:
-        """Return a function that runs dispatches which differ from these arguments in tensors only. A dispatch is
-        complete when its kernel ends, because the kernel has seen every row that any rank sends here. `part`: what the
-        kernel does; a part that only sends returns nothing of use."""
+        """A dispatch is complete when its kernel ends, because the kernel has seen every row that any rank sends
+        here."""
         tokens, max_tokens = a.topk_idx.shape[0], a.max_tokens
         # Where rows only leave, it does not matter how they arrive.
         layout, by_token = (spec.scales_layout, spec.token_major) if part[1] else ("", False)
@@ -130,9 +145,8 @@ class LatencyPath:
 
         return run
 
-    def combines(self, spec: CombineSpec, a: AnyCombine, part: tuple[bool, bool] = WHOLE) -> Callable[[Any], Any]:
-        """Return a function that runs combines which differ from these arguments in tensors only. A combine is
-        complete when its kernel ends, because the kernel has seen every sum that the route expects."""
+    def _combines(self, spec: CombineSpec, a: AnyCombine, part: tuple[bool, bool]) -> Callable[[Any], Any]:
+        """A combine is complete when its kernel ends, because the kernel has seen every sum that the route expects."""
         tokens, max_tokens, format = a.topk_idx.shape[0], a.max_tokens, spec.sent_as
         row_packets = LatencyCombine(self._problem, self.tokens, spec.weighted, format=format).row_packets
         senders, first_receiver, blocks = self._combine_deal(max_tokens, row_packets, *part, spec.format)

@@ -40,7 +40,7 @@ from ...records import (
     route_in,
     route_of,
 )
-from ...specs import PLAIN, CombineSpec, DispatchBackwardSpec, DispatchSpec
+from ...specs import PLAIN, CombineBackwardSpec, CombineSpec, DispatchBackwardSpec, DispatchSpec, PlanSpec, Spec
 from ..budget import Budget
 from .launcher import Launch, Launcher
 from .outputs import WEIGHTED, Outputs, published_slots
@@ -114,6 +114,23 @@ class ThroughputPath:
         current()  # compiles kernels before anything is launched
         return current
 
+    def launches(self, spec: Spec, a: Any) -> Callable[[Any], Any]:
+        """Return a function that runs calls which differ from these arguments in tensors only."""
+        match spec:
+            case PlanSpec():
+                return self.plan
+            case DispatchSpec(kind="dispatch_planned"):
+                return functools.partial(self.dispatch_planned, spec)
+            case DispatchSpec():
+                return self._dispatches(spec, a)
+            case CombineSpec():
+                return self._combines(spec, a)
+            case DispatchBackwardSpec():
+                return self._dispatch_backwards(spec, a)
+            case CombineBackwardSpec():
+                return self._combine_backwards(a)
+        raise AssertionError(spec)  # gathered combines need the rows of all ranks
+
     def plan(self, a: PlanArgs, num_rows: int | None = None) -> Placed:
         """Run a plan whose lists have room for `num_rows` rows, or for the capacity if None."""
         num_rows, token_major = a.capacity if num_rows is None else num_rows, a.layout == TOKEN_MAJOR
@@ -173,8 +190,7 @@ class ThroughputPath:
         """Return a context in which torch runs operations between kernels."""
         return contextlib.nullcontext() if self._side is None else self._side.entered()
 
-    def dispatches(self, spec: DispatchSpec, a: AnySizedDispatch) -> Callable[[Any], DispatchTensors]:
-        """Return a function that runs dispatches along new routes which differ from these arguments in tensors only."""
+    def _dispatches(self, spec: DispatchSpec, a: AnySizedDispatch) -> Callable[[Any], DispatchTensors]:
         tokens, outputs = a.topk_idx.shape[0], self._outputs
         if self.rounds(a.max_tokens) > 1:
             return functools.partial(self._dispatch_in_rounds, spec)
@@ -319,8 +335,7 @@ class ThroughputPath:
                 )  # fmt: skip
             zeros = 0  # padding is that of all rounds
 
-    def combines(self, spec: CombineSpec, a: AnyCombine) -> Callable[[Any], Tensor]:
-        """Return a function that runs combines which differ from these arguments in tensors only."""
+    def _combines(self, spec: CombineSpec, a: AnyCombine) -> Callable[[Any], Tensor]:
         tokens, max_tokens, outputs, state = a.topk_idx.shape[0], a.max_tokens, self._outputs, self._state
         num_rows = a.y.shape[0]
         current = self._by_budget(functools.partial(self._plan_combine, spec, num_rows, max_tokens, tokens))
@@ -370,10 +385,9 @@ class ThroughputPath:
             launch(topk_idx=a.topk_idx, send_rows=a.send_rows, out=out, bases=bases)
         return out
 
-    def dispatch_backwards(
+    def _dispatch_backwards(
         self, spec: DispatchBackwardSpec, a: AnyDispatchBackward
     ) -> Callable[[Any], tuple[Tensor, Tensor]]:
-        """Return a function that runs gradients of dispatches which differ from these arguments in tensors only."""
         (tokens, top_k), outputs, state = a.topk_idx.shape, self._outputs, self._state
         num_rows, rows, scalars = gradient_route(a).num_rows, spec.rows, spec.scalars
         current = self._by_budget(functools.partial(self._plan_dispatch_backward, spec, num_rows, a.max_tokens, tokens))
@@ -407,8 +421,7 @@ class ThroughputPath:
             for here, max_tokens in self._tokens_of_rounds(tokens, most)
         ]
 
-    def combine_backwards(self, a: AnyCombineBackward) -> Callable[[Any], tuple[Tensor, Tensor]]:
-        """Return a function that runs gradients of combines which differ from these arguments in tensors only."""
+    def _combine_backwards(self, a: AnyCombineBackward) -> Callable[[Any], tuple[Tensor, Tensor]]:
         if a.recv_weights is None:
             return self._combine_backward_unweighted
         num_rows, outputs, state = a.num_rows, self._outputs, self._state
