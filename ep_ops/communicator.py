@@ -33,6 +33,7 @@ from .methods import Methods
 from .operators.rejection import of_two_threads, take
 from .overflow import Overflow
 from .records import Operation, whole
+from .registry import reject_destroyed
 from .statistics import Lateness, Statistics
 from .statistics.counts import Counts
 from .statistics.lateness import lateness
@@ -543,12 +544,6 @@ class Communicator(Methods):
 def _mesh_of(group: Any) -> DeviceMesh | None:
     """Return ``group`` if it is a mesh whose dimension has a name, over which experts are then sharded."""
     return group if isinstance(group, DeviceMesh) and group.mesh_dim_names else None
-
-
-def reject_destroyed(comm: Communicator) -> None:
-    """Raise RuntimeError for a communicator that was destroyed, or that a parent process has created."""
-    if comm.destroyed:
-        registry.reject(comm.name)
 
 
 @contextlib.contextmanager

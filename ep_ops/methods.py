@@ -22,7 +22,7 @@ from meta_kernels.arguments import (
     PlanArgs,
 )
 
-from . import formats, inputs, registry
+from . import formats, inputs
 from .config import worst_case_rows
 from .inputs import sizes_of
 from .operators.rejection import reject
@@ -50,6 +50,7 @@ from .records import (
     check_types,
     wrong_type,
 )
+from .registry import reject_destroyed
 
 if TYPE_CHECKING:
     from typing_extensions import Never
@@ -374,8 +375,7 @@ class Methods(Attributes):
             TypeError: ``started`` is not a StartedDispatch.
             RuntimeError: no dispatch was started in this flight.
         """
-        if self.destroyed:
-            registry.reject(self.name)
+        reject_destroyed(self)
         if not isinstance(started, StartedDispatch):
             raise wrong_type("started", started, "what dispatch_start returned")
         a = started.arguments
@@ -426,8 +426,7 @@ class Methods(Attributes):
             TypeError: ``started`` is not a StartedCombine.
             RuntimeError: no combine was started in this flight.
         """
-        if self.destroyed:
-            registry.reject(self.name)
+        reject_destroyed(self)
         if not isinstance(started, StartedCombine):
             raise wrong_type("started", started, "what combine_start returned")
         out = COMBINE_WAIT.call(CombineWaitArgs(started.ticket, *started.arguments))
@@ -442,8 +441,7 @@ class Methods(Attributes):
     ) -> NoReturn:
         """Raise RuntimeError if the communicator was destroyed; otherwise reject on all ranks the arguments that a
         method does not have."""
-        if self.destroyed:
-            registry.reject(self.name)
+        reject_destroyed(self)
         method = operator.removesuffix("_dynamic")
         known = list(inspect.signature(getattr(Methods, method)).parameters)[1:-1]
         positional, named = known[: (at := known.index("surplus"))], known[at + 1 :]

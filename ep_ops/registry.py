@@ -62,6 +62,12 @@ def reject(name: str) -> NoReturn:
     raise RuntimeError(f"communicator {name!r} {state}; living communicators: {others}")
 
 
+def reject_destroyed(comm: Living) -> None:
+    """Raise RuntimeError for a communicator that was destroyed, or that a parent process has created."""
+    if comm.destroyed:
+        reject(comm.name)
+
+
 def next_number() -> int:
     """Return a number n such that this process has not used the default name "epn" or a higher one."""
     return _numbered

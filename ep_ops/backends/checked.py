@@ -24,6 +24,7 @@ from ..config import Member
 from ..specs import CombineBackwardSpec, Spec
 from .base import Backend, Prepared
 from .reference import ReferenceBackend
+from .split import nothing
 
 BY_ROW = frozenset({"recv_x", "recv_weights", "grad_y", "grad_recv_weights"})
 """Outputs with one entry for each row of the receive buffer, some of which are undefined."""
@@ -138,7 +139,7 @@ class CheckedBackend:
     def end_flights(self) -> None:
         for flight, (spec, *_) in [*self._started.items()]:
             with contextlib.suppress(Exception):
-                self.wait(spec.kind, flight, _nothing)
+                self.wait(spec.kind, flight, nothing)
 
     def interrupted(
         self, operator: str, error: BaseException, again: Callable[[], Any], flight: int = 0, max_tokens: Any = 0
@@ -242,10 +243,6 @@ class Compared:
 
     def start(self, a: Args) -> Callable[[Any], Tensor]:
         return functools.partial(self._backend.start, self._spec, self._prepared.start(a))
-
-
-def _nothing() -> None:
-    """Stand for results that nobody uses."""
 
 
 def calling_layer() -> str:

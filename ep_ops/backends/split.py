@@ -11,6 +11,10 @@ def ticket(device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.float32, device=device)
 
 
+def nothing() -> None:
+    """Stand for results of a wait that nobody uses."""
+
+
 class FlightOrder:
     """Check the order of split operations. A wait must follow the start of the same operation in its flight. While one
     is in progress, only split operations of other flights are allowed."""
@@ -18,7 +22,7 @@ class FlightOrder:
     def __init__(self, name: str) -> None:
         self._name = name
         self.started: dict[int, str] = {}
-        """Flight -> the operation that was started in it."""
+        """Flight -> the operation that was started in it. Backends add what they start, and delete what has ended."""
 
     def free(self, flight: int) -> None:
         """Check that a start may use the flight."""
@@ -29,10 +33,6 @@ class FlightOrder:
                 f" ep::{begun}_wait. Pass another flight for a second operation at the same time"
             )
 
-    def start(self, flight: int, operator: str) -> None:
-        """Record a start that was checked and runs."""
-        self.started[flight] = operator
-
     def begun(self, flight: int, operator: str) -> None:
         """Check that a wait follows its start."""
         begun = self.started.get(flight)
@@ -42,11 +42,6 @@ class FlightOrder:
                 f"communicator {self._name!r}: ep::{operator}_wait was called, but {what} in flight {flight}; a wait"
                 " finishes the start that was called before it in the same flight"
             )
-
-    def wait(self, flight: int, operator: str) -> None:
-        """Check a wait and release its flight."""
-        self.begun(flight, operator)
-        del self.started[flight]
 
     def check(self) -> None:
         """Check that an operator that is neither start nor wait may run."""

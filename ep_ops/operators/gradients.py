@@ -9,6 +9,7 @@ forward ticket. Autograd passes that to the gradient of the start, which waits.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -84,6 +85,7 @@ def _save_dispatch(ctx: Any, a: AnyDispatch, asked: Any, output: tuple[Tensor, .
     elif recv_x.dtype is ELEMENT:  # straight-through: gradients of quantized rows have the dtype of x
         free_gradient(ctx, output, recv_x, constant)
     ctx.mark_non_differentiable(*constant)
+    _save_flight(ctx, a, asked, asked.x or asked.topk_weights, "dispatch")
 
 
 def free_gradient(ctx: Any, outputs: Sequence[Tensor], free: Tensor, constant: Sequence[Tensor]) -> None:
@@ -154,6 +156,7 @@ def _save_combine(ctx: Any, a: AnyCombine | CombineGatheredArgs, asked: Any, out
     ctx.along = {
         "num_rows": a.y.shape[0], "alignment": a.alignment, "max_tokens": a.max_tokens, "comm": a.comm
     }  # fmt: skip
+    _save_flight(ctx, a, asked, ctx.rows_asked, "combine")
 
 
 def _combine_backward(ctx: Any, asked: Any, grad_out: Tensor) -> dict[str, Tensor | None]:
@@ -197,12 +200,6 @@ _GIVEN = "_ep_given"
 them alive until the wait in compiled graphs, too."""
 
 
-def _save_dispatch_wait(ctx: Any, a: DispatchWaitArgs, asked: Any, output: tuple[Tensor, ...]) -> None:
-    _save_dispatch(ctx, a, asked, output)
-    _same_as_start(asked, asked.x or asked.topk_weights, "dispatch")
-    ctx.flight = a.flight
-
-
 def _dispatch_wait_backward(ctx: Any, asked: Any, *grads: Tensor | None) -> dict[str, Tensor | None]:
     grads_and_route = _outgoing_grads(ctx, DISPATCH_BACKWARD_START, asked, grads)
     given = DispatchBackwardStartArgs(**grads_and_route, **ctx.along, flight=ctx.flight)
@@ -211,22 +208,15 @@ def _dispatch_wait_backward(ctx: Any, asked: Any, *grads: Tensor | None) -> dict
 
 def _save_dispatch_start(ctx: Any, a: DispatchStartArgs, asked: Any, ticket: Tensor) -> None:
     tokens, top_k = a.topk_idx.shape
-    ctx.sizes = {
-        "tokens": tokens, "hidden": a.x.shape[1] if asked.x else 0, "top_k": top_k if asked.topk_weights else 0
-    }  # fmt: skip
-    ctx.of = {"dtype": a.x.dtype, "comm": a.comm, "flight": a.flight}
+    ctx.wait = functools.partial(
+        DispatchBackwardWaitArgs, dtype=a.x.dtype, tokens=tokens, hidden=a.x.shape[1] if asked.x else 0,
+        top_k=top_k if asked.topk_weights else 0, comm=a.comm, flight=a.flight,
+    )  # fmt: skip
 
 
 def _dispatch_start_backward(ctx: Any, asked: Any, ticket: Tensor) -> dict[str, Tensor | None]:
-    wait = DispatchBackwardWaitArgs(ticket, _kept(ticket), **ctx.sizes, **ctx.of)
-    home_x, home_weights = DISPATCH_BACKWARD_WAIT.call(wait)
+    home_x, home_weights = DISPATCH_BACKWARD_WAIT.call(ctx.wait(ticket, _kept(ticket)))
     return {"x": home_x if asked.x else None, "topk_weights": home_weights if asked.topk_weights else None}
-
-
-def _save_combine_wait(ctx: Any, a: CombineWaitArgs, asked: Any, output: Tensor) -> None:
-    _save_combine(ctx, a, asked, output)
-    _same_as_start(asked, ctx.rows_asked, "combine")
-    ctx.flight = a.flight
 
 
 def _combine_wait_backward(ctx: Any, asked: Any, grad_out: Tensor) -> dict[str, Tensor | None]:
@@ -242,23 +232,28 @@ def _combine_wait_backward(ctx: Any, asked: Any, grad_out: Tensor) -> dict[str, 
 
 def _save_combine_start(ctx: Any, a: CombineStartArgs, asked: Any, ticket: Tensor) -> None:
     num_rows, hidden = a.y.shape
-    scalars = a.recv_weights is not None and asked.recv_weights
-    ctx.sizes = {"num_rows": num_rows, "hidden": hidden, "scalars": scalars}
-    ctx.of = {"dtype": a.y.dtype, "comm": a.comm, "flight": a.flight}
+    ctx.scalars = a.recv_weights is not None and asked.recv_weights
+    ctx.wait = functools.partial(
+        CombineBackwardWaitArgs, dtype=a.y.dtype, num_rows=num_rows, hidden=hidden, scalars=ctx.scalars, comm=a.comm,
+        flight=a.flight,
+    )  # fmt: skip
 
 
 def _combine_start_backward(ctx: Any, asked: Any, ticket: Tensor) -> dict[str, Tensor | None]:
-    wait = CombineBackwardWaitArgs(ticket, _kept(ticket), **ctx.sizes, **ctx.of)
-    grad_y, grad_weights = COMBINE_BACKWARD_WAIT.call(wait)
-    return {"y": grad_y, "recv_weights": grad_weights if ctx.sizes["scalars"] else None}
+    grad_y, grad_weights = COMBINE_BACKWARD_WAIT.call(ctx.wait(ticket, _kept(ticket)))
+    return {"y": grad_y, "recv_weights": grad_weights if ctx.scalars else None}
 
 
-def _same_as_start(asked: Any, gradient: bool, operator: str) -> None:
+def _save_flight(ctx: Any, a: Any, asked: Any, gradient: bool, operator: str) -> None:
+    """Save the flight of a wait. RuntimeError if it needs gradients, and its start was called without."""
+    if not isinstance(a, (DispatchWaitArgs, CombineWaitArgs)):
+        return
     if gradient and not asked.ticket:
         raise RuntimeError(
             f"ep::{operator}_wait got tensors that require a gradient, and a ticket that does not: call"
             f" ep::{operator}_start with the same tensors and with gradients enabled"
         )
+    ctx.flight = a.flight
 
 
 def _started(
@@ -306,9 +301,9 @@ COMBINE_BACKWARD_WAIT = Operator(
 
 OF_DISPATCH = Gradient(("dispatch_backward",), _save_dispatch, _dispatch_backward)
 OF_DISPATCH_START = Gradient(("dispatch_backward_wait",), _save_dispatch_start, _dispatch_start_backward)
-OF_DISPATCH_WAIT = Gradient(("dispatch_backward_start",), _save_dispatch_wait, _dispatch_wait_backward)
+OF_DISPATCH_WAIT = Gradient(("dispatch_backward_start",), _save_dispatch, _dispatch_wait_backward)
 OF_COMBINE_START = Gradient(("combine_backward_wait",), _save_combine_start, _combine_start_backward)
-OF_COMBINE_WAIT = Gradient(("combine_backward_start",), _save_combine_wait, _combine_wait_backward)
+OF_COMBINE_WAIT = Gradient(("combine_backward_start",), _save_combine, _combine_wait_backward)
 OF_COMBINE = Gradient(("combine_backward", "dispatch_planned"), _save_combine, _combine_backward)
 OF_GATHERED = Gradient(("dispatch_planned",), _save_combine, _combine_backward)
 

@@ -9,8 +9,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch.utils import checkpoint
 
-from .. import registry
-from ..registry import Living
+from ..registry import Living, reject_destroyed
 
 _is_compiling = torch.compiler.is_compiling
 _END_OF_RECOMPUTATION = getattr(checkpoint, "_StopRecomputationError", ())
@@ -23,8 +22,7 @@ Result = TypeVar("Result")
 def take(comm: Living, call: str) -> None:
     """Begin a call of a communicator in this thread; ``comm.busy.release()`` ends it. RuntimeError if the communicator
     was destroyed, or if another thread is calling it."""
-    if comm.destroyed:
-        registry.reject(comm.name)
+    reject_destroyed(comm)
     if not comm.busy.acquire(blocking=False):
         reject_thread(comm, call)
 
@@ -81,8 +79,7 @@ _fake_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.
 def reject_thread(comm: Living, call: str) -> NoReturn:
     """Raise RuntimeError on all ranks for a call of a communicator that another thread is calling, or has destroyed.
     Ranks can differ in the order of the threads' calls, so a communicator of several ranks fails."""
-    if comm.destroyed:
-        registry.reject(comm.name)
+    reject_destroyed(comm)
     why = of_two_threads(call)
     comm.backend.give_up(why)
     comm.backend.check_errors()

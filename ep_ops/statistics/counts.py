@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -11,16 +9,6 @@ from ep_ops.formats import FORMATS, per_row
 from ep_ops.overflow import recomputing, static_zeros
 from ep_ops.records import Route
 from ep_ops.symmetric import peek
-
-
-class Totals(NamedTuple):
-    """The sums that :class:`Counts` keeps, in host memory: fields of :class:`Statistics`."""
-
-    dispatches: int
-    rows: Tensor
-    dropped: Tensor
-    received: Tensor
-    returned: Tensor
 
 
 class Counts:
@@ -54,13 +42,12 @@ class Counts:
         if _takes_place(route):
             self._sums[self._lines[format], self._combines :].add_(route.sources)
 
-    def read(self) -> Totals:
-        """Return the sums, without waiting for running kernels."""
+    def read(self) -> tuple[int, Tensor, Tensor, Tensor, Tensor]:
+        """Return ``dispatches``, ``rows``, ``dropped``, ``received`` and ``returned`` of :class:`Statistics`, without
+        waiting for running kernels."""
         dispatches, kept, dropped, sent, returned = peek(self._sums).split(self._widths, 1)
         sizes = torch.tensor(self._sizes, device="cpu")
-        return Totals(
-            int(dispatches.sum()), kept.sum(0), dropped.sum(0), (sizes @ sent).diff(), (sizes @ returned).diff()
-        )
+        return int(dispatches.sum()), kept.sum(0), dropped.sum(0), (sizes @ sent).diff(), (sizes @ returned).diff()
 
 
 def _takes_place(route: Route) -> bool:

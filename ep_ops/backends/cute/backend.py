@@ -46,7 +46,7 @@ from ...records import (
 )  # fmt: skip
 from ...specs import CombineSpec, DispatchSpec, GatherSpec, Spec, spec_of
 from ..base import Formats, Prepared, lies_elsewhere, not_gatherable
-from ..split import FlightOrder, parts_of, ticket
+from ..split import FlightOrder, nothing, parts_of, ticket
 from .ahead import latency_kernels, throughput_kernels
 from .call_state import BEGUN, CHECKING, CallState, Stage
 from .failures import Failures, pack_reason
@@ -209,7 +209,7 @@ class CuteBackend:
         self._state.begin()  # `settle` may have launched the rest of another call
         later = receive and (functools.partial(receive[0], a), functools.partial(receive[1], a))
         self._flights.start(a.flight, _tensors(a), functools.partial(run, a), later)
-        self._order.start(a.flight, operator)  # not reached if the launch raises
+        self._order.started[a.flight] = operator  # not reached if the launch raises
         return ticket(self._device)
 
     def wait(self, operator: str, flight: int, again: Callable[[], Any]) -> Any:
@@ -231,7 +231,7 @@ class CuteBackend:
         self._forget_lost()
         for flight, operator in [*self._order.started.items()]:
             with contextlib.suppress(Exception):
-                self.wait(operator, flight, _nothing)
+                self.wait(operator, flight, nothing)
 
     # Exceptions.
 
@@ -280,7 +280,7 @@ class CuteBackend:
         try:
             again()
             if part == "start":
-                self.wait(whole, flight, _nothing)
+                self.wait(whole, flight, nothing)
         except BaseException as error:
             if not isinstance(error, ValueError) or self._state.stage is not Stage.CHECKING:
                 self.interrupted(operator, error, again, flight, max_tokens)
@@ -435,7 +435,7 @@ class CuteBackend:
         spec = spec_of(a)
         assert spec is not None
         self.prepare(spec).start(a)(a)
-        return self.wait(operator, a.flight, _nothing)
+        return self.wait(operator, a.flight, nothing)
 
     # ------------------------------------------------------------------ failures (failures.py)
 
@@ -523,7 +523,3 @@ class PreparedLaunches:
 def _tensors(a: AnyStart) -> Given:
     """Return the tensors of an operator's arguments."""
     return tuple(value for value in a if isinstance(value, Tensor))
-
-
-def _nothing() -> None:
-    """Stand for results that nobody uses."""

@@ -111,10 +111,6 @@ class Outputs:
         shape = (num_rows, self._top_k) if weighted and spec.token_major else (num_rows if weighted else 0,)
         return rows, scales, _kind(torch.float32, *shape)
 
-    def tokens(self, tokens: int) -> Tensor:
-        """Allocate [tokens, H] for sums of rows."""
-        return self.sums(tokens)()
-
     def sums(self, tokens: int) -> Callable[[], Tensor]:
         """Return a function that allocates [tokens, H] for sums of rows."""
         allocator, (shape, strides, dtype) = self._allocator, _kind(self._dtype, tokens, self._hidden)

@@ -378,7 +378,7 @@ class ThroughputPath:
     def combine_gathered(self, a: CombineGatheredArgs, bases: Tensor, num_rows: int) -> Tensor:
         """Run a gathered combine. `bases`: a table of the address of row 0 at each rank, which has `num_rows` rows."""
         tokens = a.topk_idx.shape[0]
-        out = self._outputs.tokens(tokens)
+        out = self._outputs.sums(tokens)()
         terms = marks.pack("combine_gathered", a.max_tokens)
         launch = self._kernel(Gather)(terms, tokens=tokens, num_rows=num_rows, blocks=self.sms.budget.gather)
         with self._state:

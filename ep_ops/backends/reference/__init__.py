@@ -76,7 +76,7 @@ communicator.
 arguments. A mismatch or a rejection raises on all ranks.
 
 Files: the operators (backend), the locations of experts (ranks), placement of rows (placing), transfer of rows along a
-route (transfer), token-major rows (copies), quantized rows (quantized), the order of sums (tree), agreement before each
+route and the order of sums (transfer), token-major rows (copies), quantized rows (quantized), agreement before each
 operation (meeting), deadlines (waits).
 """
 

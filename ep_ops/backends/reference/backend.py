@@ -223,7 +223,7 @@ class ReferenceBackend:
             self._ended[flight] = run()
         finally:
             self._in_start = False
-        self._order.start(flight, operator)
+        self._order.started[flight] = operator
         return made
 
     def wait(self, operator: str, flight: int, again: Callable[[], Any]) -> Any:
@@ -231,7 +231,8 @@ class ReferenceBackend:
         if not self.strict and ("backward" not in operator or flight not in self._order.started):
             return again()
         self._meeting.stage = "settled"
-        self._order.wait(flight, operator)
+        self._order.begun(flight, operator)
+        del self._order.started[flight]
         return self._ended.pop(flight)
 
     def end_flights(self) -> None:

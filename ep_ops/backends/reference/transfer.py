@@ -10,7 +10,7 @@ from ...formats import exact_dtype
 from ...group.exchange import Exchange
 from ...records import NO_SCALES, Received, Route
 from ...specs import PLAIN, DispatchSpec
-from . import quantized, tree
+from . import quantized
 from .ranks import ExpertRanks
 
 
@@ -111,13 +111,13 @@ class Transfer:
         went_counts = went.sum(1).tolist()
         arrived = self.exchange.all_to_all(wire.packed(partial), came.sum(1).tolist(), went_counts)
 
-        def crossed(sums: Tensor) -> Tensor:
-            """Return sums of a domain as they arrive in another one."""
-            return wire.unpacked(wire.packed(sums), hidden_size)
-
         out = torch.zeros(topk_idx.shape[0], hidden_size, dtype=exact, device=y.device)
         summands = wire.unpacked(arrived, hidden_size).split(went_counts)
-        tree.add_up(out, summands, went, ranks.domains, ranks.rank, crossed)
+        for domain in ranks.domains:  # by their lowest ranks; the sums of other ones have crossed
+            total = torch.zeros_like(out)
+            for rank in domain:
+                total[went[rank]] += summands[rank]
+            out += total if ranks.rank in domain else wire.unpacked(wire.packed(total), hidden_size)
         if residual is not None:
             out += residual.to(exact)
         return out.to(y.dtype)
