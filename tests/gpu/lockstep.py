@@ -176,7 +176,7 @@ class Lockstep:
     def items(self, session: pytest.Session) -> Iterator[pytest.Item]:
         """Tests of the parts that this group claims, but those that an earlier process of the group has begun."""
         parts = parts_of(session.items)
-        mine = [int(number) for number in os.environ["EP_OPS_GPU_PARTS"].split()]
+        mine = [int(number) for number in os.environ.get("EP_OPS_GPU_PARTS", "").split()]  # sanitizers drop empty ones
         while True:
             number = mine.pop(0) if mine else int(self.agreed(lambda: str(claimed(len(parts)))))
             if number < 0:
