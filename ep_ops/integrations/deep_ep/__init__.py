@@ -22,11 +22,14 @@ import sys
 import torch
 
 from ep_ops.integrations.deep_ep import utils
-from ep_ops.integrations.deep_ep.buffer import Buffer
+from ep_ops.integrations.deep_ep.buffer import Buffer, Config
 from ep_ops.integrations.deep_ep.communicators import Communicators
-from ep_ops.integrations.deep_ep.config import Config
-from ep_ops.integrations.deep_ep.domains import get_logical_domain_size, get_physical_domain_size
-from ep_ops.integrations.deep_ep.elastic import ElasticBuffer, EPHandle
+from ep_ops.integrations.deep_ep.elastic import (
+    ElasticBuffer,
+    EPHandle,
+    get_logical_domain_size,
+    get_physical_domain_size,
+)
 from ep_ops.integrations.deep_ep.frameworks import send_weights
 from ep_ops.integrations.deep_ep.utils import EventHandle, EventOverlap
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,6 @@ from ep_ops.integrations.deep_ep.communicators import (
     reject_experts,
     with_scales,
 )
-from ep_ops.integrations.deep_ep.config import Config
 from ep_ops.integrations.deep_ep.frameworks import send_weights
 from ep_ops.integrations.deep_ep.low_latency import LowLatency
 from ep_ops.integrations.deep_ep.utils import EventHandle, EventOverlap, after, wait_for
@@ -26,6 +26,24 @@ from ep_ops.records import Route, check_types
 
 Layout = tuple[Tensor, None, Tensor, Tensor, EventOverlap]
 Dispatched = tuple[Rows, Tensor | None, Tensor | None, list[int] | None, "Handle | None", EventOverlap]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tuning options of DeepEP's kernels, which have no effect here. Hints for the sizes of buffers are 0, because
+    communicators allocate their own memory."""
+
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        return 0
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        return 0
 
 
 class Handle(NamedTuple):
