@@ -403,6 +403,7 @@ class Methods(Attributes):
         if self.destroyed or surplus or unknown:
             self._reject("combine_start", surplus, unknown, flight, getattr(route, "max_tokens", None))
         try:
+            check_types(Route, route=route)
             y, weights = self._rows(y, weights, route)
         except Exception as error:
             reject("combine_start", self, error, flight, getattr(route, "max_tokens", None))
@@ -466,8 +467,6 @@ class Methods(Attributes):
 
     def _rows(self, y: Tensor, weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor | None]:
         """Return the rows of a combine and their weights as operators take them."""
-        if not isinstance(route, Route):
-            raise wrong_type("route", route, Route)
         if weights is not None and route.layout == TOKEN_MAJOR:
             raise ValueError(
                 "weights are given for token-major rows, which have one for each of their experts; allowed: None"
