@@ -67,6 +67,14 @@ class RouteCase:
     def top_k(self) -> int:
         return self.topk_idx[0].shape[1]
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Arguments of a communicator."""
+        return dict(
+            num_experts=self.num_experts, experts_per_rank=self.experts_per_rank, top_k=self.top_k,
+            max_tokens_per_rank=max(self.max_tokens, 1), alignment=self.alignment,
+        )  # fmt: skip
+
     def holder(self, expert: int) -> tuple[int, int]:
         """(rank, local expert) of a global expert id."""
         for rank, held in enumerate(self.experts_per_rank):

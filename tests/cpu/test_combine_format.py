@@ -84,11 +84,8 @@ def on_routes(made: list[tuple[RouteCase, list[Given]]], size: int | None, forma
     rank, found = dist.get_rank(), []
     for case, given in made:
         mine, idx = given[rank], case.topk_idx[rank]
-        with ep_ops.Communicator(
-            num_experts=case.num_experts, experts_per_rank=case.experts_per_rank, hidden_size=mine.y.shape[1],
-            top_k=case.top_k, max_tokens_per_rank=max(case.max_tokens, 1), dtype=mine.y.dtype, alignment=case.alignment,
-            backend="reference", device="cpu", domain_size=size,
-        ) as comm:  # fmt: skip
+        shape = dict(hidden_size=mine.y.shape[1], dtype=mine.y.dtype, domain_size=size)
+        with ep_ops.Communicator(**case.sizes, **shape, backend="reference", device="cpu") as comm:
             sizes = Sizes(case.capacity[rank], case.alignment, case.slots[rank], case.max_tokens, case.layout(rank))
             planned = On(comm.backend).plan(idx, sizes)[:4]
             route = Route(idx, *planned, case.alignment, case.capacity[rank], case.max_tokens)

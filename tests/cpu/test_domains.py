@@ -48,14 +48,6 @@ def drawn(case: RouteCase, dtype: torch.dtype, seed: int) -> list[Given]:
     ]
 
 
-def communicator(case: RouteCase, dtype: torch.dtype, **more: Any) -> ep_ops.Communicator:
-    return ep_ops.Communicator(
-        num_experts=case.num_experts, experts_per_rank=case.experts_per_rank, hidden_size=HIDDEN, top_k=case.top_k,
-        max_tokens_per_rank=max(case.max_tokens, 1), dtype=dtype, alignment=case.alignment, backend="reference",
-        device="cpu", symmetric_rows=max(1, *case.capacity), **more,
-    )  # fmt: skip
-
-
 def summed(
     case: RouteCase, given: list[Given], dtype: torch.dtype, hosts: str | None, size: int | None
 ) -> dict[str, Any]:
@@ -64,7 +56,8 @@ def summed(
     if hosts is not None:
         agreement.gpu_facts = lambda device: GpuFacts(hosts[rank], f"gpu {rank}", None, None)
     try:
-        comm = communicator(case, dtype, domain_size=size)
+        more = dict(symmetric_rows=max(1, *case.capacity), domain_size=size, backend="reference", device="cpu")
+        comm = ep_ops.Communicator(**case.sizes, hidden_size=HIDDEN, dtype=dtype, **more)
     finally:
         agreement.gpu_facts = true_facts
     mine, run, idx = given[rank], On(comm.backend), case.topk_idx[rank]

@@ -47,11 +47,7 @@ def test_all_formats_are_here() -> None:
 
 
 def communicator(case: RouteCase, hidden: int, dtype: torch.dtype, **more: Any) -> ep_ops.Communicator:
-    return ep_ops.Communicator(
-        num_experts=case.num_experts, experts_per_rank=case.experts_per_rank, hidden_size=hidden, top_k=case.top_k,
-        max_tokens_per_rank=max(case.max_tokens, 1), dtype=dtype, alignment=case.alignment, backend="reference",
-        device="cpu", **more,
-    )  # fmt: skip
+    return ep_ops.Communicator(**case.sizes, hidden_size=hidden, dtype=dtype, backend="reference", device="cpu", **more)
 
 
 @dataclasses.dataclass

@@ -25,16 +25,7 @@ WORLD_SIZES = (1, 2, 4)
 
 def communicator(case: RouteCase, hidden_size: int, dtype: torch.dtype, **more: Any) -> ep_ops.Communicator:
     return ep_ops.Communicator(
-        num_experts=case.num_experts,
-        experts_per_rank=case.experts_per_rank,
-        hidden_size=hidden_size,
-        top_k=case.top_k,
-        max_tokens_per_rank=max(case.max_tokens, 1),
-        dtype=dtype,
-        alignment=case.alignment,
-        backend="reference",
-        device="cpu",
-        **more,
+        **case.sizes, hidden_size=hidden_size, dtype=dtype, backend="reference", device="cpu", **more
     )
 
 

@@ -194,10 +194,7 @@ def check_expert_of_rows(name: str, seed: int) -> None:
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     case = route_cases(world_size, seed)[name]
     plan = expected_plan(case)[rank]
-    with ep_ops.Communicator(
-        num_experts=case.num_experts, experts_per_rank=case.experts_per_rank, hidden_size=8, top_k=case.top_k,
-        max_tokens_per_rank=max(1, case.max_tokens), alignment=case.alignment, device="cpu", dtype=torch.float32,
-    ) as comm:  # fmt: skip
+    with ep_ops.Communicator(**case.sizes, hidden_size=8, device="cpu", dtype=torch.float32) as comm:
         sizes = dict(**case.room(rank), max_tokens=case.max_tokens)
         route, _ = comm.plan(case.topk_idx[rank], **sizes)
         expected = torch.full((case.capacity[rank],), -1)
