@@ -1,5 +1,5 @@
 """Backends, which run the operators: ``reference`` on any device, ``cute`` on NVIDIA GPUs, and ``checked``, which
-compares another backend with the reference. They are imported when a communicator needs them."""
+compares another backend with the reference. They are imported when they are needed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import cast
 from ..config import Config, Member
 from ..group.exchange import Exchange
 from .base import Backend
-from .cute import residency, tuning
-from .cute.sizing import across, memory_plan, problem_of, problem_with, sizes_of, token_bound
 
 
 def make(kind: str, member: Member) -> Backend:
@@ -51,13 +49,19 @@ def _cute(member: Member) -> Backend:
 
 def problem(config: Config) -> str | None:
     """Return why the backend of a valid configuration does not support it, or None."""
-    return problem_with(config) if config.backend == "cute" else None
+    if config.backend != "cute":
+        return None
+    from .cute.sizing import problem_with
+
+    return problem_with(config)
 
 
 def tuning_problem() -> str | None:
     """Return what is wrong with the file that EP_OPS_TUNING names, or None."""
+    from .cute.tuning import rows_given
+
     try:
-        tuning.rows_given()
+        rows_given()
     except ValueError as error:
         return str(error)
     return None
@@ -65,11 +69,16 @@ def tuning_problem() -> str | None:
 
 def too_small(config: Config, multiprocessors: int) -> str | None:
     """Return why the cute backend needs more than this number of multiprocessors, or None."""
+    from .cute import residency
+    from .cute.sizing import sizes_of
+
     return residency.too_small(sizes_of(config), multiprocessors)
 
 
 def lack(config: Config, multiprocessors: int) -> str | None:
     """Return what this rank lacks for the cute backend, given the NVLink domains and the wire between them, or None."""
+    from .cute.sizing import across, problem_with
+
     found = problem_with(config) or too_small(config, multiprocessors)
     if found is not None or not across(config) or config.wire != "nvshmem":
         return found
@@ -98,11 +107,17 @@ def no_device_library() -> str | None:
 
 def held_bytes(config: Config) -> dict[str, int]:
     """Return the bytes that the backend holds as long as the communicator lives, by purpose."""
-    return memory_plan(config) if config.backend == "cute" else {}
+    if config.backend != "cute":
+        return {}
+    from .cute.sizing import memory_plan
+
+    return memory_plan(config)
 
 
 def latency_tokens(config: Config) -> int:
     """Return the largest ``max_tokens`` that the latency kernels support for this configuration, 0 for none."""
     if problem(dataclasses.replace(config, backend="cute")) is not None:
         return 0
+    from .cute.sizing import problem_of, token_bound
+
     return token_bound(config, problem_of(config))
