@@ -1,1 +1,1 @@
-"""The ranks of a communicator: topology, agreement, exchange of host values, departure and survivors."""
+"""The ranks of a communicator: topology, exchange of host values, departure and survivors."""

@@ -109,7 +109,7 @@ def unreachable(device: torch.device) -> list[int]:
 
 def choose_backend(facts: Sequence[GpuFacts | None]) -> tuple[str, str]:
     """Return the backend that "auto" selects, and why it is not "cute", which needs a GPU for each rank that can run
-    the kernels. Several NVLink domains have further requirements (agreement.py)."""
+    the kernels. Several NVLink domains have further requirements (creation.py)."""
     for rank, fact in enumerate(facts):
         if fact is None:
             return "reference", f"rank {rank} has no GPU"

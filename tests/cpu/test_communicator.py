@@ -25,7 +25,6 @@ from ep_ops import config as config_file
 from ep_ops import creation, registry, symmetric
 from ep_ops.commands import compile as ahead
 from ep_ops.commands import doctor
-from ep_ops.group import agreement
 
 SIZES: dict[str, Any] = {"num_experts": 6, "hidden_size": 8, "top_k": 2, "max_tokens_per_rank": 4, "device": "cpu"}
 
@@ -151,14 +150,14 @@ def test_an_option_is_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         speed: int = dataclasses.field(default=3, metadata=rule)
 
     Config.__doc__ = f"{kept}\n\n    speed: of light. And more."
-    for module in (config_file, agreement, ahead, doctor):
+    for module in (config_file, creation, ahead, doctor):
         monkeypatch.setattr(module, "Config", Config)
     sizes = {name: value for name, value in SIZES.items() if name != "device"}
     with make(speed=5) as comm:
         assert comm.config.speed == 5 and "speed=5" in repr(comm.config)
     with pytest.raises(ValueError, match=r"speed is 0; allowed: an int from 1 to 1024 .default: EP_OPS_SPEED in"):
         make(speed=0)
-    assert agreement.disagreement([Config(**sizes), Config(**sizes, speed=4)]) == (
+    assert creation.disagreement([Config(**sizes), Config(**sizes, speed=4)]) == (
         "ranks disagree on speed: 3 on ranks [0]; 4 on ranks [1]"
     )
     with pytest.raises(ValueError, match="speed is 0"):

@@ -16,7 +16,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 import ep_ops
-from ep_ops.group import agreement
+from ep_ops import creation
 from ep_ops.group.topology import Domains, GpuFacts
 from ep_ops.records import Route
 
@@ -52,14 +52,14 @@ def summed(
     case: RouteCase, given: list[Given], dtype: torch.dtype, hosts: str | None, size: int | None
 ) -> dict[str, Any]:
     """Return the results of the operators that add up, and the domains. ``hosts``: where ranks say they are."""
-    rank, true_facts = dist.get_rank(), agreement.gpu_facts
+    rank, true_facts = dist.get_rank(), creation.gpu_facts
     if hosts is not None:
-        agreement.gpu_facts = lambda device: GpuFacts(hosts[rank], f"gpu {rank}", None, None)
+        creation.gpu_facts = lambda device: GpuFacts(hosts[rank], f"gpu {rank}", None, None)
     try:
         more = dict(symmetric_rows=max(1, *case.capacity), domain_size=size, backend="reference", device="cpu")
         comm = ep_ops.Communicator(**case.sizes, hidden_size=HIDDEN, dtype=dtype, **more)
     finally:
-        agreement.gpu_facts = true_facts
+        creation.gpu_facts = true_facts
     mine, run, idx = given[rank], On(comm.backend), case.topk_idx[rank]
     with comm:
         sizes = Sizes(case.capacity[rank], case.alignment, case.slots[rank], case.max_tokens, case.layout(rank))

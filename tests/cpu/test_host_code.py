@@ -13,10 +13,10 @@ import torch
 import toy
 
 import ep_ops
+from ep_ops import creation
 from ep_ops.backends import calls
 from ep_ops.backends.cute.sizing import MOST_ROUNDS, least_round, round_tokens
 from ep_ops.config import Config
-from ep_ops.group import agreement
 from ep_ops.operators.table import DISPATCH_START
 
 
@@ -43,10 +43,10 @@ def test_any_rank_may_be_unfit_for_kernels(unfit: int) -> None:
     device = torch.device("cpu")
     exchange: Any = SimpleNamespace(rank=0, world_size=2, device=device, all_gather_object=lambda word: words)
     with (
-        mock.patch.object(agreement, "choose_backend", lambda facts: ("cute", "")),
-        mock.patch.object(agreement, "divide", lambda facts, size: ((0, 1),)),
+        mock.patch.object(creation, "choose_backend", lambda facts: ("cute", "")),
+        mock.patch.object(creation, "divide", lambda facts, size: ((0, 1),)),
     ):
-        assert agreement.agree(exchange, own, None, words[0][3], lambda config: None).backend == "reference"
+        assert creation.agree(exchange, own, None, words[0][3], 132).backend == "reference"
 
 
 def test_calls_used_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,8 @@ import torch
 from test_communicator import make
 
 import ep_ops
-from ep_ops import backends, communicator
+from ep_ops import backends, communicator, creation
 from ep_ops.backends.reference import ReferenceBackend
-from ep_ops.group import agreement
 from ep_ops.group.topology import choose_backend, gpu_facts
 
 
@@ -42,7 +41,7 @@ def test_gpus_that_cannot_hold_the_kernels_are_rejected_by_name(
 
 @pytest.mark.parametrize("beyond", [{"dtype": torch.float64}, {"num_experts": 20000}])
 def test_auto_leaves_to_reference_what_only_that_takes(beyond: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "choose_backend", lambda facts: ("cute", ""))  # as on a host of GPUs
+    monkeypatch.setattr(creation, "choose_backend", lambda facts: ("cute", ""))  # as on a host of GPUs
     monkeypatch.setattr(communicator, "multiprocessors", lambda device: 132)
     chosen = []
 

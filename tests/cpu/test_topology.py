@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from ep_ops import backends, creation
 from ep_ops.config import Config
-from ep_ops.group import agreement, topology
+from ep_ops.group import topology
 from ep_ops.group.exchange import Exchange
 from ep_ops.group.topology import (
     Fabric,
@@ -259,7 +260,7 @@ def test_latency_kernels_need_nvlink(missing: str | None, asked: int | None, lat
     config = dataclasses.replace(CONFIG, latency_max_tokens=asked)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = agreement._with_latency_kernels(Exchange(None, torch.device("cpu")), config, given)
+        found = creation._with_latency_kernels(Exchange(None, torch.device("cpu")), config, given)
     assert found == dataclasses.replace(config, latency_max_tokens=latency)
     assert [str(warning.message)[:16] for warning in caught] == ["NVML cannot tell"] * warned
 
@@ -267,14 +268,14 @@ def test_latency_kernels_need_nvlink(missing: str | None, asked: int | None, lat
 def test_ranks_that_share_a_gpu_need_no_nvlink(recwarn: pytest.WarningsRecorder) -> None:
     """Without NVML there is no warning, and latency kernels stay, if no two ranks have different GPUs."""
     given = linked(("h", "a", None, None), ("h", "a", None, None))
-    assert agreement._with_latency_kernels(Exchange(None, torch.device("cpu")), CONFIG, given) == CONFIG
+    assert creation._with_latency_kernels(Exchange(None, torch.device("cpu")), CONFIG, given) == CONFIG
     assert not recwarn.list
 
 
 def test_latency_kernels_that_were_asked_for() -> None:
     given = linked(("h", "a", None, "b"), ("h", "b", None, "a"))
     with pytest.raises(ValueError, match="latency_max_tokens is 64, .* between the GPUs of ranks 0 and 1, .* None, 0"):
-        agreement._with_latency_kernels(
+        creation._with_latency_kernels(
             Exchange(None, torch.device("cpu")), dataclasses.replace(CONFIG, latency_max_tokens=64), given
         )
 
@@ -284,14 +285,14 @@ def test_ranks_without_nvlink_agree_on_no_latency_kernels() -> None:
 
 
 def agreed_latency() -> int | None:
-    rank, true_facts = dist.get_rank(), agreement.gpu_facts
-    agreement.gpu_facts = lambda device: GpuFacts("h", "ab"[rank], None, None, frozenset({"ba"[rank]}))
+    rank, true_facts = dist.get_rank(), creation.gpu_facts
+    creation.gpu_facts = lambda device: GpuFacts("h", "ab"[rank], None, None, frozenset({"ba"[rank]}))
     try:
         own = dataclasses.replace(CONFIG, backend="cute")
         exchange = Exchange(dist.group.WORLD, torch.device("cpu"))
-        return agreement.agree(exchange, own, None, None, lambda config: None).latency_max_tokens
+        return creation.agree(exchange, own, None, None, 132).latency_max_tokens
     finally:
-        agreement.gpu_facts = true_facts
+        creation.gpu_facts = true_facts
 
 
 def test_without_a_driver() -> None:
@@ -312,19 +313,20 @@ def test_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
 def agreed(hosts: str, lacks: dict[int, str], asked: dict[str, Any], unfit: str | None = None) -> list[Any]:
     """By ranks that say they are on these hosts, of which some lack something for kernels across domains: backend,
     domains and wire that all agree on, and what is warned of; or what is raised."""
-    rank, true_facts = dist.get_rank(), agreement.gpu_facts
-    agreement.gpu_facts = lambda device: GpuFacts(hosts[rank], f"gpu {rank}", None, None)
+    rank, true_facts, true_lack = dist.get_rank(), creation.gpu_facts, backends.lack
+    creation.gpu_facts = lambda device: GpuFacts(hosts[rank], f"gpu {rank}", None, None)
     asks: list[Config] = []
 
-    def lack(config: Config) -> str | None:
+    def lack(config: Config, multiprocessors: int) -> str | None:
         asks.append(config)
         return lacks.get(rank)
 
+    backends.lack = lack
     own = dataclasses.replace(CONFIG, world_size=len(hosts), experts_per_rank=(2,) * len(hosts), **asked)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            found = agreement.agree(Exchange(dist.group.WORLD, torch.device("cpu")), own, None, unfit, lack)
+            found = creation.agree(Exchange(dist.group.WORLD, torch.device("cpu")), own, None, unfit, 132)
         said = [str(warning.message) for warning in caught if "backend" in str(warning.message)]
         assert all(config == dataclasses.replace(found, backend=config.backend) for config in asks)
         assert len(asks) == (own.backend != "reference" and unfit is None)
@@ -332,7 +334,7 @@ def agreed(hosts: str, lacks: dict[int, str], asked: dict[str, Any], unfit: str 
     except ValueError as error:
         return [str(error)]
     finally:
-        agreement.gpu_facts = true_facts
+        creation.gpu_facts, backends.lack = true_facts, true_lack
 
 
 CONFIG = Config(

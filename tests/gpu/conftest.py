@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from sharing import SHARING
 
-from ep_ops.group import agreement
+from ep_ops import creation
 
 REASON = "needs an NVIDIA GPU of compute capability 9.0 or higher, and the CuTe DSL"
 
@@ -50,7 +50,7 @@ def group() -> Iterator[None]:
         return
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     if SHARING > 1:  # NCCL rejects two ranks on a GPU; symmetric memory and "auto" do unless set
-        agreement.choose_backend = lambda facts: ("cute", "")
+        creation.choose_backend = lambda facts: ("cute", "")
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if "RANK" in os.environ:
