@@ -85,7 +85,6 @@ def _save_dispatch(ctx: Any, a: AnyDispatch, asked: Any, output: tuple[Tensor, .
     elif recv_x.dtype is ELEMENT:  # straight-through: gradients of quantized rows have the dtype of x
         free_gradient(ctx, output, recv_x, constant)
     ctx.mark_non_differentiable(*constant)
-    _save_flight(ctx, a, asked, asked.x or asked.topk_weights, "dispatch")
 
 
 def free_gradient(ctx: Any, outputs: Sequence[Tensor], free: Tensor, constant: Sequence[Tensor]) -> None:
@@ -156,7 +155,6 @@ def _save_combine(ctx: Any, a: AnyCombine | CombineGatheredArgs, asked: Any, out
     ctx.along = {
         "num_rows": a.y.shape[0], "alignment": a.alignment, "max_tokens": a.max_tokens, "comm": a.comm
     }  # fmt: skip
-    _save_flight(ctx, a, asked, ctx.rows_asked, "combine")
 
 
 def _combine_backward(ctx: Any, asked: Any, grad_out: Tensor) -> dict[str, Tensor | None]:
@@ -200,6 +198,12 @@ _GIVEN = "_ep_given"
 them alive until the wait in compiled graphs, too."""
 
 
+def _save_dispatch_wait(ctx: Any, a: DispatchWaitArgs, asked: Any, output: tuple[Tensor, ...]) -> None:
+    _save_dispatch(ctx, a, asked, output)
+    _same_as_start(asked, asked.x or asked.topk_weights, "dispatch")
+    ctx.flight = a.flight
+
+
 def _dispatch_wait_backward(ctx: Any, asked: Any, *grads: Tensor | None) -> dict[str, Tensor | None]:
     grads_and_route = _outgoing_grads(ctx, DISPATCH_BACKWARD_START, asked, grads)
     given = DispatchBackwardStartArgs(**grads_and_route, **ctx.along, flight=ctx.flight)
@@ -217,6 +221,12 @@ def _save_dispatch_start(ctx: Any, a: DispatchStartArgs, asked: Any, ticket: Ten
 def _dispatch_start_backward(ctx: Any, asked: Any, ticket: Tensor) -> dict[str, Tensor | None]:
     home_x, home_weights = DISPATCH_BACKWARD_WAIT.call(ctx.wait(ticket, _kept(ticket)))
     return {"x": home_x if asked.x else None, "topk_weights": home_weights if asked.topk_weights else None}
+
+
+def _save_combine_wait(ctx: Any, a: CombineWaitArgs, asked: Any, output: Tensor) -> None:
+    _save_combine(ctx, a, asked, output)
+    _same_as_start(asked, ctx.rows_asked, "combine")
+    ctx.flight = a.flight
 
 
 def _combine_wait_backward(ctx: Any, asked: Any, grad_out: Tensor) -> dict[str, Tensor | None]:
@@ -244,16 +254,12 @@ def _combine_start_backward(ctx: Any, asked: Any, ticket: Tensor) -> dict[str, T
     return {"y": grad_y, "recv_weights": grad_weights if ctx.scalars else None}
 
 
-def _save_flight(ctx: Any, a: Any, asked: Any, gradient: bool, operator: str) -> None:
-    """Save the flight of a wait. RuntimeError if it needs gradients, and its start was called without."""
-    if not isinstance(a, (DispatchWaitArgs, CombineWaitArgs)):
-        return
+def _same_as_start(asked: Any, gradient: bool, operator: str) -> None:
     if gradient and not asked.ticket:
         raise RuntimeError(
             f"ep::{operator}_wait got tensors that require a gradient, and a ticket that does not: call"
             f" ep::{operator}_start with the same tensors and with gradients enabled"
         )
-    ctx.flight = a.flight
 
 
 def _started(
@@ -301,9 +307,9 @@ COMBINE_BACKWARD_WAIT = Operator(
 
 OF_DISPATCH = Gradient(("dispatch_backward",), _save_dispatch, _dispatch_backward)
 OF_DISPATCH_START = Gradient(("dispatch_backward_wait",), _save_dispatch_start, _dispatch_start_backward)
-OF_DISPATCH_WAIT = Gradient(("dispatch_backward_start",), _save_dispatch, _dispatch_wait_backward)
+OF_DISPATCH_WAIT = Gradient(("dispatch_backward_start",), _save_dispatch_wait, _dispatch_wait_backward)
 OF_COMBINE_START = Gradient(("combine_backward_wait",), _save_combine_start, _combine_start_backward)
-OF_COMBINE_WAIT = Gradient(("combine_backward_start",), _save_combine, _combine_wait_backward)
+OF_COMBINE_WAIT = Gradient(("combine_backward_start",), _save_combine_wait, _combine_wait_backward)
 OF_COMBINE = Gradient(("combine_backward", "dispatch_planned"), _save_combine, _combine_backward)
 OF_GATHERED = Gradient(("dispatch_planned",), _save_combine, _combine_backward)
 
