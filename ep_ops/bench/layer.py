@@ -45,6 +45,8 @@ class Way(NamedTuple):
     """"exact", "mean" (with :data:`ROOM`) or "worst"."""
     options: dict[str, Any]
     """Arguments of :class:`ep_ops.nn.Experts`."""
+    transposed: bool = False
+    """Whether w_in is the transpose of contiguous matrices."""
 
 
 WIRE = "wire:e4m3/128/pow2"
@@ -61,6 +63,8 @@ WAYS = {
     "quack": Way("1.25 × the mean, quack's GEMMs", "mean", QUACK),
     "token_major_quack": Way("token-major rows, 1.25 × the mean, quack's GEMMs", "mean", TOKEN_MAJOR | QUACK),
     "redispatch_quack": Way("token-major rows, dispatched again, quack's GEMMs", "mean", AGAIN | QUACK),
+    "gated_quack": Way("token-major rows, quack's GEMMs with SwiGLU", "mean", TOKEN_MAJOR | QUACK, True),
+    "gated_redispatch_quack": Way("the same, dispatched again", "mean", AGAIN | QUACK, True),
 }
 DEFAULT = tuple(way for way in WAYS if not way.endswith("quack"))
 MODES = "eager", "compiled", "captured"
@@ -147,6 +151,15 @@ class LayerInputs:
         self.idx = scores.topk(args.top_k).indices.int()
         self.weights = torch.rand(args.tokens, args.top_k, generator=draw, device=comm.device).requires_grad_()
         self.matrices = made(comm, args.width)
+        self.unused = 0  # bytes of matrices that a way does not use
+
+    def matrices_of(self, way: Way) -> tuple[Tensor, Tensor]:
+        """Return the experts' weights as a way stores them."""
+        w_in, w_out = self.matrices
+        if not way.transposed:
+            return w_in, w_out
+        self.unused += w_in.nbytes
+        return w_in.transpose(1, 2).contiguous().transpose(1, 2), w_out
 
 
 def made(comm: Communicator, width: int) -> tuple[Tensor, Tensor]:
@@ -167,7 +180,9 @@ class Layer:
         way, self.inputs, comm = WAYS[name], inputs, inputs.comm
         sizes = sizes_of(run, comm, way)
         self.experts = Experts(comm, 1, **way.options, **sizes)
-        self.experts.w_in, self.experts.w_out = (nn.Parameter(self.experts.from_local(w)) for w in inputs.matrices)
+        self.experts.w_in, self.experts.w_out = (
+            nn.Parameter(self.experts.from_local(w)) for w in inputs.matrices_of(way)
+        )
         self.leaves = inputs.x, inputs.weights, *self.experts.parameters()
         self.run: Callable[..., Tensor] = self.experts
         if run.args.mode == "compiled":
@@ -185,7 +200,7 @@ class Layer:
         out = self.run(inputs.x, inputs.idx, inputs.weights)
         held = torch.cuda.memory_allocated() - before - out.nbytes if cuda else 0
         grads = torch.autograd.grad(out, self.leaves, inputs.grad)
-        peak = torch.cuda.max_memory_allocated() - run.timer.nbytes if cuda else 0
+        peak = torch.cuda.max_memory_allocated() - run.timer.nbytes - inputs.unused if cuda else 0
         del out, grads
         self.found |= {"held_gib": held / 2**30, "peak_gib": peak / 2**30}
 

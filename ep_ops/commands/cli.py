@@ -191,12 +191,13 @@ BENCHMARKS = {
     "decode": "a whole decode layer in CUDA graphs, compared with the time that reading its weights takes",
     "layer": "a whole layer, forward and backward, with receive buffers of the exact size and larger ones",
     "tune": "find the numbers of blocks with which operations take the least time, and write them to a file",
+    "gemms": "find the configurations with which quack's GEMMs take the least time, and write them to a file",
     "model": "predict times, bytes and memory on up to 576 ranks; runs nothing",
 }
 BENCHMARK_NOTES = (
     "All except model run on all GPUs of this host, one process for each, or on the ranks of torchrun. Without GPUs,",
-    "or with --device cpu, all but tune run the reference backend on CPU processes, whose times say nothing about",
-    "GPUs; use small sizes: throughput --preset tiny,",
+    "or with --device cpu, all but tune and gemms run the reference backend on CPU processes, whose times say nothing",
+    "about GPUs; use small sizes: throughput --preset tiny,",
     "latency --tokens 1,2 --hidden 64 --experts 8 --top-k 2 --replays 3.",
     "They print results as they go, and with --out FILE write them as JSON after each result.",
 )

@@ -5,7 +5,7 @@
     layer = ep_ops.nn.MoELayer(comm, 1024, gemms="quack")           # GEMMS, on all ranks
 
     lists = ep_ops.nn.expert_lists(sent.local_idx, comm.num_local_experts)
-    y = ep_ops.integrations.quack.gather_mm(sent.x, w, lists)       # as ep_ops.nn.gather_mm; gathers the rows itself
+    y = ep_ops.integrations.quack.gather_mm(sent.x, w, lists)       # as ep_ops.nn.gather_mm
 
 Rows and matrices are bfloat16 or float16, on GPUs of capability 9.0 and newer.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ep_ops.nn.lists import ExpertLists
-from ep_ops.nn.quack_mm import GEMMS, gemm, grouped_mm, weights_gradient
+from ep_ops.nn.quack_mm import GEMMS, gathered_gradient, gathered_product, grouped_mm, weights_gradient
 from ep_ops.nn.sums import sum_rows
 from ep_ops.records import check_types
 
@@ -26,10 +26,10 @@ __all__ = ["GEMMS", "gather_mm", "grouped_mm", "weights_gradient"]
 
 
 def gather_mm(x: Tensor, w: Tensor, lists: ExpertLists) -> Tensor:
-    """Multiply the row of each place by its expert's matrix, as :func:`ep_ops.nn.gather_mm` without a copy.
-    Differentiable.
+    """Multiply the row of each place by its expert's matrix, as :func:`ep_ops.nn.gather_mm`. Differentiable.
 
-    The gradient of w gathers rows of x, too. The gradient of a row is the sum of those of its places over k ascending,
+    Whether the GEMM and that of the gradient of w gather rows of x, or these are copied before, follows from the tuning
+    table. The gradient of a row is the sum of those of its places over k ascending,
     in fp32, rounded once. Padding places (lists with an alignment above 1) are computed from a row of their expert;
     their gradient must be zeros.
 
@@ -51,22 +51,21 @@ def gather_mm(x: Tensor, w: Tensor, lists: ExpertLists) -> Tensor:
         raise ValueError(f"x has {x.shape[0]} rows; allowed: {lists.places.shape[0]}, the rows of the lists")
     if w.shape[0] != lists.offs.shape[0]:
         raise ValueError(f"w has {w.shape[0]} experts; allowed: {lists.offs.shape[0]}, which the lists have")
-    return _GatherMM.apply(x, w, lists.rows, lists.places, lists.cu_seqlens)
+    return _GatherMM.apply(x, w, lists.rows, lists.places, lists.offs)
 
 
 class _GatherMM(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, rows: Tensor, places: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w, rows, places, ends)
-        return gemm(x, w, cu_seqlens_m=ends, A_idx=rows)
+    def forward(ctx: Any, x: Tensor, w: Tensor, rows: Tensor, places: Tensor, offs: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w, rows, places, offs)
+        return gathered_product(x, w, offs, rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        x, w, rows, places, ends = ctx.saved_tensors
-        grad = grad.contiguous()
+        x, w, rows, places, offs = ctx.saved_tensors
         grad_x = grad_w = None
         if ctx.needs_input_grad[0]:
-            grad_x = sum_rows(gemm(grad, w.mT, cu_seqlens_m=ends), places)
+            grad_x = sum_rows(gathered_product(grad, w.transpose(1, 2), offs, None), places)
         if ctx.needs_input_grad[1]:
-            grad_w = gemm(x.mT, grad, cu_seqlens_k=ends, A_idx=rows)
+            grad_w = gathered_gradient(x, grad, offs, rows)
         return grad_x, grad_w, None, None, None

@@ -81,6 +81,22 @@ def _rows_of(e: int, x: Tensor, offs: Tensor) -> Tensor:
     return (row < offs[e]) if e == 0 else (row >= offs[e - 1]) & (row < offs[e])
 
 
+class Gated(NamedTuple):
+    """Grouped GEMMs whose epilogues compute SwiGLU and its gradient, for token-major rows and for w_in [El, H, 2F] that
+    is the transpose of contiguous matrices. They read and write h, the output of the first GEMM, in an order of columns
+    of their own. Not differentiable. rows is int32 [L], the row of x [R, H] that each place has."""
+
+    product: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    """h [L, 2F] and SwiGLU of it [L, F], from x, w_in, offs and rows."""
+    gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    """From the gradient of the output [L, H], w_out, h, a weight of each place [L] and offs: the gradient of h, SwiGLU
+    of h times the weight, and the gradient of the weight. A weight of 0 gives zeros, except in the last."""
+    rows_gradient: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """The gradient [L, H] of x[rows], from that of h, the transpose of w_in and offs."""
+    weights_gradient: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    """The gradient of w_in, with its strides, from x, the gradient of h, offs and rows."""
+
+
 class Gemms(NamedTuple):
     """The grouped GEMMs that an expert MLP is computed with."""
 
@@ -97,6 +113,8 @@ class Gemms(NamedTuple):
     rows are copied first."""
     gathered_gradient: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
     """``weights_gradient(x[rows], grad, offs)`` from x [R, M], grad [L, N], offs and rows [L]. None: copied."""
+    gated: Gated | None = None
+    """GEMMs with SwiGLU in their epilogues. None: SwiGLU is computed apart."""
 
 
 TORCH = Gemms(grouped_mm, weights_gradient, late=False)

@@ -26,7 +26,7 @@ from ep_ops.communicator import Communicator
 from ep_ops.formats import Segments
 from ep_ops.nn.few_rows import few_rows
 from ep_ops.nn.gemms import Choice
-from ep_ops.nn.grouped import Gemms
+from ep_ops.nn.grouped import Gated, Gemms
 from ep_ops.nn.late import Returning, SentTokens, taken, while_returning
 from ep_ops.nn.lists import ExpertLists, expert_lists, places_at_most
 from ep_ops.nn.live_rows import SWIGLU, SWIGLU_WEIGHTED_BACKWARD
@@ -158,15 +158,20 @@ class _TokenMajor(torch.autograd.Function):
         recv_x, tokens = (other, x) if kept.how.late else (x, other)
         scales = weights if recv_weights is None else recv_weights
         rows, flat, places, offs, counts, *route = ints
-        product = kept.gemms.product
+        product, gated = kept.gemms.product, _gated(kept.gemms, w_in)
         assert recv_x is not None
-        if kept.gemms.gathered_product is None:
-            h = product(sum_rows(recv_x, _index(flat, places)), w_in, offs)
+        if gated is not None:
+            h, a = gated.product(recv_x, w_in, offs, rows)
         else:
-            h = kept.gemms.gathered_product(recv_x, w_in, offs, rows)
-        y = product(SWIGLU(h, offs, counts, kept.alignment, 0), w_out, offs)
+            if kept.gemms.gathered_product is None:
+                h = product(sum_rows(recv_x, _index(flat, places)), w_in, offs)
+            else:
+                h = kept.gemms.gathered_product(recv_x, w_in, offs, rows)
+            a = SWIGLU(h, offs, counts, kept.alignment, 0)
+        y = product(a, w_out, offs)
+        del a
         ctx.save_for_backward(tokens if kept.how.rows.redispatch else recv_x, scales, h, w_in, w_out, *ints)
-        ctx.kept, ctx.sizes, ctx.dtype = kept, (*x.shape, weights.shape[1]), x.dtype
+        ctx.kept, ctx.sizes, ctx.dtype, ctx.gated = kept, (*x.shape, weights.shape[1]), x.dtype, gated is not None
         return sum_rows(y, places, scales)
 
     @staticmethod
@@ -176,19 +181,25 @@ class _TokenMajor(torch.autograd.Function):
         asks_x, asks_weights, asks_in, asks_out, *_ = ctx.needs_input_grad
         kept: _Kept = ctx.kept
         product, gradient, how = kept.gemms.product, kept.gemms.weights_gradient, kept.how
-        gathered = kept.gemms.gathered_gradient
+        gated = kept.gemms.gated if ctx.gated else None
+        gathered = kept.gemms.gathered_gradient if gated is None else gated.weights_gradient
         recv_x = _dispatched(given, route, kept, grad) if how.rows.redispatch else given
         flat = _AFTER(flat, grad)
         index = _index(flat, places)
         grad = grad.contiguous()
         grad_y = sum_rows(grad, index)
-        grad_a = product(grad_y, w_out.transpose(1, 2), offs)
         of_places = torch.nn.functional.pad(weights.flatten(), (0, 1))[flat]
-        grad_h, a, dots = SWIGLU_WEIGHTED_BACKWARD(grad_a, h, of_places, offs, counts, kept.alignment)
+        if gated is not None:
+            grad_h, a, dots = gated.gradient(grad_y, w_out, h, of_places, offs)
+        else:
+            grad_a = product(grad_y, w_out.transpose(1, 2), offs)
+            grad_h, a, dots = SWIGLU_WEIGHTED_BACKWARD(grad_a, h, of_places, offs, counts, kept.alignment)
+            del grad_a
         for_in, for_out = [grad_h, recv_x], [a] if gathered is None else [grad_y, a]  # freed when they are used
-        del given, h, grad_a, recv_x, grad_y, a
-        grad_rows = sum_rows(product(grad_h, w_in.transpose(1, 2), offs), places) if asks_x else None
-        del grad_h
+        del given, h, recv_x, grad_y, a
+        up = functools.partial(product if gated is None else gated.rows_gradient, grad_h, w_in.transpose(1, 2), offs)
+        grad_rows = sum_rows(up(), places) if asks_x else None
+        del grad_h, up
         # Places of -1 select the zero behind the last dot product.
         scalars = torch.nn.functional.pad(dots, (0, 1))[places] if asks_weights else None
 
@@ -215,6 +226,12 @@ class _TokenMajor(torch.autograd.Function):
         else:
             of_in, of_out = matrices()
         return grad_rows, scalars, of_in, of_out, *(None for _ in range(13))
+
+
+def _gated(gemms: Gemms, w_in: Tensor) -> Gated | None:
+    """Return the GEMMs with SwiGLU in their epilogues, if they take w_in."""
+    transposed = not w_in.is_contiguous() and w_in.transpose(1, 2).is_contiguous()
+    return gemms.gated if transposed else None
 
 
 def _after(ints: Tensor, grad: Tensor) -> Tensor:

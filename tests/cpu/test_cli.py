@@ -388,7 +388,9 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
             cli.main(["bench", *asked])
         assert stop.value.code == code
     said = capsys.readouterr()
-    assert "{throughput,latency,decode,layer,tune,model} ..." in said.err and "'everything' (choose from" in said.err
+    assert (
+        "{throughput,latency,decode,layer,tune,gemms,model} ..." in said.err and "'everything' (choose from" in said.err
+    )
     assert all(kind in said.out and what.split()[0] in said.out for kind, what in cli.BENCHMARKS.items())
     for wrong, error in (
         ([], "the following arguments are required"),
@@ -442,6 +444,7 @@ def test_ranks_are_at_most_the_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     [
         ("throughput", "--backend cute", "--backend is cute, which runs on GPUs"),
         ("tune", "", "the reference backend has no blocks to choose; allowed: GPUs, with the cute backend"),
+        ("gemms", "", "quack's GEMMs need GPUs, and quack-kernels 0.6.5"),
         ("layer", "--only quack", "--only quack needs GPUs, and quack-kernels"),
     ],
 )

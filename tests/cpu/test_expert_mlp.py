@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+import quacks
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ep_ops
+from ep_ops.backends.cute.tuning import Row
 from ep_ops.integrations import quack
 from ep_ops.nn import TORCH, Gemms, MoELayer, expert_mlp, interleave, quack_mm, weights_gradient
 from ep_ops.operators import SAVE_FOR_CHECKPOINT
@@ -66,12 +68,14 @@ def between(ran: list[str]) -> list[list[str]]:
 
 def trained(
     comm: ep_ops.Communicator, gemms: Gemms, tokens: int, how: str = "", backend: str | None = None,
-    frozen: tuple[str, ...] = (), **options: Any,
+    frozen: tuple[str, ...] = (), transposed: bool = False, **options: Any,
 ) -> tuple[dict[str, Tensor], list[str]]:  # fmt: skip
     """Output, gradients and dropped rows of a layer, and the order of operators in its last backward."""
     torch._dynamo.reset()
     layer = MoELayer(comm, F, router=FixedRouter(comm.rank), seed=3, **options)
     layer.experts.gemms = gemms
+    if transposed:
+        layer.experts.w_in = nn.Parameter(quacks.transposed(layer.experts.w_in.detach()))
     x = torch.randn(tokens, H, generator=torch.Generator().manual_seed(comm.rank)).to(comm.dtype)
     leaves = dict(layer.named_parameters()) | {"x": x}
     for name, leaf in leaves.items():
@@ -189,28 +193,10 @@ def test_inductor_keeps_the_late_order() -> None:
     assert ran == ["_grouped_mm", "_grouped_mm", START, "_grouped_mm", "_grouped_mm", WAIT]
 
 
-def quacks_gemm(
-    a: Tensor, b: Tensor, *, dynamic_scheduler: bool, cu_seqlens_m: Any = None, cu_seqlens_k: Any = None,
-    A_idx: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Compute the result of quack's GEMM, and check what it requires."""
-    assert dynamic_scheduler
-    if A_idx is not None:  # it reads rows of a within the lists only
-        assert A_idx.dtype == torch.int32 and A_idx.dim() == 1 and A_idx.is_contiguous()
-        end = int((cu_seqlens_m if cu_seqlens_m is not None else cu_seqlens_k)[-1])
-        at = torch.where(torch.arange(A_idx.shape[0]) < end, A_idx, 0)
-        a = a[at] if cu_seqlens_m is not None else a.t()[at].t()
-    if cu_seqlens_m is not None:
-        assert a.is_contiguous() and 1 in b.stride()[1:] and cu_seqlens_m[0] == 0 and cu_seqlens_m.dtype == torch.int32
-        return torch._grouped_mm(a, b, offs=cu_seqlens_m[1:])
-    assert a.stride(0) == 1 and b.is_contiguous()
-    return torch._grouped_mm(a, b, offs=cu_seqlens_k[1:])
-
-
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_quacks_gemms(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for quack's GEMM runs in both orders, as one operator for each product."""
-    monkeypatch.setattr(quack_mm, "gemm", quacks_gemm)
+    quacks.install(monkeypatch)
     with communicator(torch.bfloat16) as comm:
         expected, _ = trained(comm, TORCH, 7)
         for late in (True, False):
@@ -228,18 +214,57 @@ def test_quacks_gemms(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_quacks_gemms_gather_token_major_rows(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quacks_gemms_on_token_major_rows(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-in for quack's GEMM returns the bits of torch's GEMM on copied rows, in both orders, and with rows that
-    are dispatched again."""
-    monkeypatch.setattr(quack_mm, "gemm", quacks_gemm)
+    are dispatched again. Rows are gathered or copied as the tuning table says for the sizes."""
+    called, tuning = quacks.install(monkeypatch), quack_mm.tuning(torch.device("cpu"))
+    sizes = f"{H}x{2 * F}"
+    weights = Row("gemm weights", {"gathers": True}, sizes=sizes)
     with communicator(torch.bfloat16) as comm:
         expected, _ = trained(comm, TORCH, 7, rows="token_major")
+        for rows, gathers in (([], [True, False]), ([weights], [True, True]),
+                              ([Row("gemm", {"gathers": False}, sizes=sizes)], [False, False]),
+                              ([Row("gemm weights", {"gathers": True}, sizes=f"{F}x{H}")], [True, False]),
+                              ([Row("gemm weights", {"gathers": True}, tokens=10**6)], [True, False])):  # fmt: skip
+            tuning.put(*rows)
+            for late, redispatch in ((True, False), (False, True)):
+                called.clear()
+                gemms = quack.GEMMS._replace(late=late)
+                got, ran = trained(comm, gemms, 7, backend=backend, rows="token_major", redispatch=redispatch)
+                assert all(torch.equal(got[name], value) for name, value in expected.items())
+                assert between(ran) == ([["quack_mm"] * 2] if late else [])
+                assert ("dispatch_planned" in ran) and "quack_mm" in ran
+                assert [gathered for _, gathered in called] == [gathers[0], False, False, False, False, gathers[1]]
+        tuning.put()
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.drawn)])
+def test_quacks_gemms_with_swiglu(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With matrices w_in that are the transpose of contiguous ones SwiGLU is in the epilogues: values of torch's GEMMs,
+    gradients with the strides of the matrices, and the same bits in both orders, dispatched again, and, in eager
+    mode, if saved tensors come back with other strides."""
+    called = quacks.install(monkeypatch)
+    with communicator(torch.bfloat16) as comm:
+        expected, _ = trained(comm, TORCH, 7, rows="token_major", transposed=True)
+        results = []
         for late, redispatch in ((True, False), (False, True)):
+            called.clear()
             gemms = quack.GEMMS._replace(late=late)
-            got, ran = trained(comm, gemms, 7, backend=backend, rows="token_major", redispatch=redispatch)
-            assert all(torch.equal(got[name], value) for name, value in expected.items())
+            given: dict[str, Any] = dict(rows="token_major", redispatch=redispatch, transposed=True)
+            got, ran = trained(comm, gemms, 7, backend=backend, **given)
             assert between(ran) == ([["quack_mm"] * 2] if late else [])
-            assert ("dispatch_planned" in ran) and "quack_mm" in ran
+            assert "quack_gated_backward" in ran and not any("swiglu" in name for name in ran)
+            assert [name for name, _ in called] == ["gated", "gemm", "gated_gradient", "gemm", "gemm", "gemm"]
+            assert got["experts.w_in"].stride() == expected["experts.w_in"].stride() != got["experts.w_out"].stride()
+            results.append(got)
+            if backend is None:
+                with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda kept: kept):
+                    results.append(trained(comm, gemms, 7, **given)[0])
+            for name, value in expected.items():
+                far = (got[name].double() - value.double()).norm() / value.double().norm().clamp(min=1e-9)
+                assert far < 2e-2, (name, far)
+        for other in results[1:]:
+            assert all(torch.equal(one, other[name]) for name, one in results[0].items())
 
 
 def test_what_raises() -> None:

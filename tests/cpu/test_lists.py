@@ -7,12 +7,12 @@ from typing import Any
 
 import cases
 import pytest
+import quacks
 import tokens as oracle
 import torch
 from places import token_major
 from test_formats_dispatch import as_bytes
 from test_reference import assert_same
-from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 
@@ -181,28 +181,10 @@ def test_quantized_rows_are_gathered_too() -> None:
         assert torch.equal(as_bytes(rows)[place], as_bytes(codes)[row] if row is not None else torch.zeros(8).byte())
 
 
-def gemm(
-    a: Tensor, b: Tensor, cu_seqlens_m: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
-    A_idx: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Return the result of quack's GEMM, computed in loops; undefined where it writes nothing."""
-    if cu_seqlens_m is not None:
-        assert a.stride(1) == 1
-        rows, ends = (a if A_idx is None else a[A_idx.long()]), cu_seqlens_m.tolist()
-        out = a.new_full((len(rows), b.shape[2]), NAN)
-        for matrix, begin, end in zip(b, ends[:-1], ends[1:], strict=True):
-            out[begin:end] = rows[begin:end] @ matrix
-        return out
-    assert a.stride(0) == 1 and b.stride(1) == 1 and cu_seqlens_k is not None and A_idx is not None
-    columns, ends = a[:, A_idx.long()], cu_seqlens_k.tolist()
-    parts = zip(ends[:-1], ends[1:], strict=True)
-    return torch.stack([columns[:, begin:end] @ b[begin:end] for begin, end in parts])
-
-
 @pytest.mark.parametrize("alignment", [1, 4])
 def test_quacks_products(alignment: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for quack's GEMM, products and gradients are those of gathered rows."""
-    monkeypatch.setattr(quack, "gemm", gemm)
+    quacks.install(monkeypatch)
     local_idx = torch.tensor([[0, 3, -1], [3, 1, 1], [-1, -1, -1], [0, -1, 3]]).int()  # nobody names expert 2
     lists = expert_lists(local_idx, 4, alignment=alignment)
     nothing = (lists.flat == local_idx.numel())[:, None]

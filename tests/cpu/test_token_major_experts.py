@@ -6,9 +6,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import cases
 import pytest
+import quacks
 import tokens as oracle
 import torch
 import toy
@@ -31,7 +33,9 @@ HOWS: dict[str, dict[str, Any]] = {
     "plain": {}, "redispatch": {"redispatch": True}, "late": {"gemms": LATE},
     "late redispatch": {"gemms": LATE, "redispatch": True}, "exact": {"exact": True},
     "exact redispatch": {"exact": True, "redispatch": True}, "checkpoint": {}, "late checkpoint": {"gemms": LATE},
-    "selective": {}, "twice": {"redispatch": True}, "few places": {},
+    "selective": {}, "twice": {"redispatch": True}, "few places": {}, "gathered": {"gemms": quacks.ANY_DTYPE},
+    "gated": {"gemms": quacks.ANY_DTYPE._replace(late=False)}, "gated late": {"gemms": quacks.ANY_DTYPE},
+    "gated late redispatch": {"gemms": quacks.ANY_DTYPE, "redispatch": True},
 }  # fmt: skip
 
 
@@ -65,11 +69,13 @@ def _experts(
     case: RouteCase, tokens: list[Tokens], matrices: list[Tensor], room: list[int], places: list[int]
 ) -> dict[str, list[Tensor]]:  # fmt: skip
     rank, found = torch.distributed.get_rank(), {}
+    called = quacks.install(mock.Mock(setattr=setattr))
     with communicator(case, HIDDEN, torch.float64) as comm:
         held = slice(comm.first_local_expert, comm.first_local_expert + comm.num_local_experts)
         idx = case.topk_idx[rank]
         for how in HOWS:
-            start = tokens[rank].x, tokens[rank].weights, *(w[held] for w in matrices)
+            stored = quacks.transposed if "gated" in how else torch.clone
+            start = tokens[rank].x, tokens[rank].weights, stored(matrices[0][held]), matrices[1][held]
             leaves = [each.clone().requires_grad_() for each in start]
             sizes: dict[str, Any] = {"max_tokens": case.max_tokens}
             if "exact" not in how:
@@ -79,7 +85,11 @@ def _experts(
             results = [run_one(comm, how, sizes, leaves, idx) for _ in range(2 if how == "twice" else 1)]
             for out, _ in results:
                 out.sin().sum().backward()
+            if "gated" in how and comm.num_local_experts:  # as strides of the parameter are, optimizers need no copy
+                assert leaves[2].grad.stride() == leaves[2].stride()
             found[how] = [results[0][0].detach(), *(leaf.grad for leaf in leaves), results[0][1]]
+    names = {name for name, _ in called}
+    assert names == {"gemm", "gated", "gated_gradient"} or not comm.num_local_experts or not names, names
     return found
 
 

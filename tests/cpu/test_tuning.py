@@ -60,6 +60,22 @@ def test_the_first_row_that_has_a_knob_counts() -> None:
     assert two.knobs("combine", "token_major", "wire:e4m3/32/mx", 200).sms == Fraction(5, 6)
 
 
+def test_rows_of_gemms() -> None:
+    """Rows name sizes of matrices, the least mean number of rows of an expert, and what a GEMM does."""
+    rows = [
+        {"operation": "gemm", "sizes": "64x*", "tokens": 8, "tile": "128x256 2x1"},
+        {"operation": "gemm", "gpu": "NVIDIA H100*", "sizes": "64x32", "gathers": False},
+    ]
+    found = Tuning(H100, 1, map(row_of, rows))
+    assert found.knobs("gemm", tokens=8, sizes="64x32") == Knobs(tile="128x256 2x1", gathers=False)
+    assert found.knobs("gemm", tokens=7, sizes="64x32") == Knobs(gathers=False)
+    assert found.knobs("gemm", tokens=8, sizes="32x64") == Knobs(gathers=True)
+    assert found.knobs("gemm weights", tokens=8, sizes="64x32") == Knobs()
+    found.put(row_of({"operation": "gemm", "rows": "token_major", "tile": "128x128 1x1"}))
+    assert found.knobs("gemm", "token_major", tokens=8, sizes="64x32") == Knobs(tile="128x128 1x1", gathers=False)
+    assert found.knobs("gemm", tokens=8, sizes="64x32") == Knobs(tile="128x256 2x1", gathers=False)
+
+
 def test_names_of_gpus() -> None:
     """Rows of H200s do not hold for GH200s, whose name contains theirs."""
     packed = "e4m3/32/mx=packed"
@@ -100,6 +116,16 @@ def test_knobs_as_numbers_of_blocks() -> None:
         ({"operation": "combine", "joins": 1}, "joins is 1; allowed: true or false"),
         ({"operation": "dispatch", "push": -1}, "push is -1"),
         ({"operation": "dispatch", "push": True}, "push is True"),
+        ({"operation": "gemm", "gathers": 1}, "gathers is 1; allowed: true or false"),
+        ({"operation": "gemm", "tile": "128x192"}, "tile is '128x192'; allowed: text such as '128x192 2x1 pingpong', "),
+        ({"operation": "gemm", "tile": 3}, "tile is 3; allowed: text"),
+        ({"operation": "gemm", "sizes": 3}, "sizes is 3; allowed: text"),
+        ({"operation": "gemm gated gradient", "gathers": True}, "gathers is True in a row of operation 'gemm gated gr"),
+        (
+            {"operation": "gemm", "ranks": 2},
+            "ranks is given in a row of operation 'gemm'; allowed: none of ranks, format",
+        ),
+        ({"operation": "combine", "sizes": "8x8"}, "sizes is given in a row of operation 'combine'; allowed: none of "),
         (
             {"operation": "dispatch", "surplus": 3, "tokens": 1},
             "surplus is given with tokens; allowed: only gpu and ranks",

@@ -1,4 +1,5 @@
-"""quack's grouped GEMM on token-major rows: it gathers them itself; products, gradients, and a layer end to end."""
+"""quack's grouped GEMMs on token-major rows, gathered by them or copied before: products, gradients, those with SwiGLU
+in their epilogues, and a layer end to end."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from torch import Tensor
 
 import ep_ops
 from ep_ops import nn
+from ep_ops.backends.cute.tuning import GEMMS, KNOBS, Row
+from ep_ops.nn import quack_mm
 
 pytest.importorskip("quack", reason="needs quack-kernels 0.6.5, whose grouped GEMM gathers rows")
 
@@ -34,15 +37,35 @@ def far(one: Tensor, other: Tensor) -> float:
     return float((one.float() - other.float()).norm() / other.float().norm())
 
 
+ROWS, EXPERTS = 300, 6
+
+
+def lists_of(seed: int, alignment: int) -> tuple[Tensor, nn.ExpertLists]:
+    """Return local ids and lists: nobody names expert 2, and rows after 250 none."""
+    local_idx = (drawn(seed, ROWS, 8).argsort(1)[:, :TOP_K] - 1).int()  # -1 .. 6
+    local_idx[(local_idx == 2) | (local_idx >= EXPERTS)] = -1
+    local_idx[250:] = -1
+    return local_idx, nn.expert_lists(local_idx, EXPERTS, alignment=alignment)
+
+
+@pytest.fixture(params=["copies", "gathers", "copies 256x128 2x1", "gathers 128x256 2x1"])
+def choices(request):
+    """Every GEMM with this configuration."""
+    gathers, _, tile = request.param.partition(" ")
+    tuning = quack_mm.tuning(torch.device("cuda", torch.cuda.current_device()))
+    both = {"tile": tile, "gathers": gathers == "gathers"}
+    rows = [{knob: both[knob] for knob in KNOBS[name]} for name in GEMMS]
+    tuning.put(*(Row(name, row) for name, row in zip(GEMMS, rows, strict=True)))
+    yield
+    tuning.put()
+
+
 @pytest.mark.parametrize("alignment", [1, 16])
-def test_products(alignment, seed, together):
+def test_products(alignment, choices, seed, together):
     """Products equal a loop over (row, k) in fp32: of an expert that nobody names, of rows of none, and of rows with
     NaN behind all lists."""
-    rows, experts = 300, 6
-    local_idx = (drawn(seed, rows, 8).argsort(1)[:, :TOP_K] - 1).int()  # -1 .. 6
-    local_idx[(local_idx == 2) | (local_idx >= experts)] = -1
-    local_idx[250:] = -1
-    lists = nn.expert_lists(local_idx, experts, alignment=alignment)
+    rows, experts = ROWS, EXPERTS
+    local_idx, lists = lists_of(seed, alignment)
     x = torch.where(torch.arange(rows, device="cuda")[:, None] < 250, drawn(seed + 1, rows, HIDDEN), torch.nan).to(BF16)
     w = (drawn(seed + 2, experts, HIDDEN, INNER) / HIDDEN**0.5).to(BF16)
     leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
@@ -68,6 +91,52 @@ def test_products(alignment, seed, together):
         assert far(torch.where(held, y, 0), expected) < 1e-2
         assert far(leaves[0].grad, grad_x) < 1e-2 and not leaves[0].grad.isnan().any()
         assert far(leaves[1].grad, grad_w) < 1e-2 and not leaves[1].grad[2].any()
+
+
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_swiglu_in_epilogues(alignment, choices, seed, together):
+    """SwiGLU, its gradient, that of the weights of places, and of the matrices, against autograd in fp64. Padding has
+    zeros; twice the same bits."""
+    local_idx, lists = lists_of(seed, alignment)
+    end, held = int(lists.offs[-1]), (lists.flat < local_idx.numel())[:, None]
+    x = torch.where(torch.arange(ROWS, device="cuda")[:, None] < 250, drawn(seed + 1, ROWS, HIDDEN), torch.nan).to(BF16)
+    w_in = (drawn(seed + 2, EXPERTS, 2 * INNER, HIDDEN) / HIDDEN**0.5).to(BF16).transpose(1, 2)
+    w_out = (drawn(seed + 3, EXPERTS, INNER, HIDDEN) / INNER**0.5).to(BF16)
+    grad = torch.where(held, drawn(seed + 4, lists.rows.shape[0], HIDDEN), 0).to(BF16)
+    weights = torch.where(held[:, 0], drawn(seed + 5, lists.rows.shape[0]), 0)
+    gated, offs, rows = quack_mm.GEMMS.gated, lists.offs, lists.rows
+
+    def run() -> list[Tensor]:
+        h, a = gated.product(x, w_in, offs, rows)
+        grad_h, weighted, dots = gated.gradient(grad, w_out, h, weights, offs)
+        for tensor in (grad_h, weighted):
+            tensor[end:] = torch.nan
+        results = a, weighted, dots, gated.rows_gradient(grad_h, w_in.transpose(1, 2), offs)
+        return [*(one[:end] for one in results), gated.weights_gradient(x, grad_h, offs, rows)]
+
+    first, second = run(), run()
+    leaves = [x[rows.long()].double().nan_to_num(), w_in.double(), weights.double()]
+    wide_x, wide_w, by = (leaf.detach().clone().requires_grad_() for leaf in leaves)
+    outs, inner, begin = [], [], 0
+    for e, last in enumerate(offs.tolist()):
+        gate, up = (wide_x[begin:last] @ wide_w[e]).chunk(2, 1)
+        inner.append(torch.nn.functional.silu(gate) * up)
+        outs.append(by[begin:last, None] * (inner[-1] @ w_out[e].double()))
+        begin = last
+    loss = (torch.cat(outs) * grad[:end].double()).sum()
+    grad_x, grad_w, grad_by = torch.autograd.grad(loss, [wide_x, wide_w, by])
+    a = torch.cat(inner).detach()
+    kept = held[:end]
+    wanted = a, a * by.detach()[:end, None], grad_by[:end], grad_x[:end], grad_w
+    with together():
+        assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+        for i, (one, other) in enumerate(zip(first, wanted, strict=True)):
+            here = kept[:, 0] if i == 2 else kept
+            live = one if i == 4 else torch.where(here, one, 0)
+            assert far(live, other if i == 4 else torch.where(here, other, 0)) < 1e-2, i
+        for padding in (first[1], first[3]):
+            assert not torch.where(kept, 0, padding).any()
+        assert first[4].stride() == w_in.stride() and not first[4][2].any()
 
 
 def layer(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from operators import make_comm, ranks
+from quacks import transposed
 from segments import segments
 from sharing import few_processes, fewer, one_rank
 from test_late_gradients import HELD, HIDDEN, TOKENS, TOP_K, layer_inputs
@@ -55,11 +56,11 @@ def far(one: Tensor, other: Tensor) -> float:
 
 
 @pytest.mark.parametrize("how", ["eager", pytest.param("compiled", marks=few_processes), "captured", "checkpointed"])
-@pytest.mark.parametrize("kind", ["torch", "quack"])
+@pytest.mark.parametrize("kind", ["torch", "quack", "gated"])
 def test_beside_grouped_rows(kind, how, seed, together):
     """The output of grouped rows, to the bit with the same GEMM; gradients up to rounding; dispatched again and in the
-    other order the same bits."""
-    if kind == "quack":
+    other order the same bits. "gated": quack's GEMMs with SwiGLU in their epilogues."""
+    if kind != "torch":
         pytest.importorskip("quack", reason="needs quack-kernels 0.6.5")
     gemms = TORCH if kind == "torch" else quack.GEMMS
     rank, world_size = ranks()
@@ -69,6 +70,8 @@ def test_beside_grouped_rows(kind, how, seed, together):
     with make_comm("cute", f"experts {kind} {how}", **sizes) as comm:
         comm.warmup()
         x, idx, weights, w_in, w_out = layer_inputs(rank, world_size)
+        if kind == "gated":
+            w_in = transposed(w_in.detach()).requires_grad_()
         grad, leaves = torch.randn_like(x), (x, weights, w_in, w_out)
 
         def forward(**options) -> Tensor:

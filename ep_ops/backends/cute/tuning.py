@@ -1,18 +1,23 @@
-"""Numbers of blocks that were found by measuring: rows of a table, named by operation, GPU and number of ranks.
+"""Numbers of blocks, and choices of quack's GEMMs, that were found by measuring: rows of a table, named by operation,
+GPU and number of ranks.
 
 A row of `tuning.json` is an object of a few conditions and knobs. It holds for calls that meet all its conditions:
 
     operation  one of `KNOBS`
     gpu        shell pattern of the GPU's name; default: any
     ranks      number of ranks; default: any
-    rows       "grouped" if a copy of a token has two rows or more on average, else "token_major"; default: any
+    rows       "grouped" if a copy of a token has two rows or more on average, else "token_major"; of GEMMs:
+               "token_major" if lists name their rows, which may then be gathered; default: any
     format     shell pattern of the format of rows or sums and the layout of their scales, such as
                "e4m3/128/pow2=columns"; "" for none; default: any
-    tokens     smallest number of tokens of the rank; default: 0
+    tokens     smallest number of tokens of the rank; of GEMMs, of rows of an expert on average; default: 0
+    sizes      GEMMs only: shell pattern of the depth and the columns of the first operand times the matrices, such as
+               "7168x4096"; default: any
 
-Knobs are free: any value gives the same results, ranks may differ in them, and they change no kernel that peers wait
-for. What correctness requires is not in the table: least numbers of blocks (residency.py), and whatever ranks must
-agree on (`cute_kernels.heap.Problem`), such as whether rows are pushed and where they are added.
+Knobs are free: any value gives the same results (of GEMMs: up to rounding), ranks may differ in them, and they change
+no kernel that peers wait for. What correctness requires is not in the table: least numbers of blocks (residency.py),
+and whatever ranks must agree on (`cute_kernels.heap.Problem`), such as whether rows are pushed and where they are
+added.
 
     sms        SMs of the operation at least; the model may say more (sm_model.py). null: the model's number. Several
                ranks only
@@ -21,9 +26,13 @@ agree on (`cute_kernels.heap.Problem`), such as whether rows are pushed and wher
     spare      share of the blocks that a combine does not need which push as well; the others sum
     joins      whether blocks that sum join those that push on a rank with more rows
     send       blocks of a latency kernel that send
+    gathers    whether a GEMM on token-major rows gathers them; otherwise they are copied first
+    tile       configuration of a GEMM: rows and columns of a tile, blocks of a cluster along both, and whether two
+               groups of warps take turns, such as "128x192 2x1 pingpong". "": quack's own
 
-Each is an int, or a fraction such as "5/6" of the GPU's SMs or of the blocks, rounded down. A knob comes from the first
-row that has it. `ep-ops bench tune` measures and writes rows; those of the file that `EP_OPS_TUNING` names come first.
+Numbers are ints, or fractions such as "5/6" of the GPU's SMs or of the blocks, rounded down. A knob comes from the
+first row that has it. `ep-ops bench tune` measures and writes rows, and `ep-ops bench gemms` those of GEMMs; those of
+the file that `EP_OPS_TUNING` names come first.
 """
 
 from __future__ import annotations
@@ -31,6 +40,7 @@ from __future__ import annotations
 import bisect
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -54,6 +64,8 @@ class Knobs(NamedTuple):
     spare: Share = 0
     joins: bool = False
     send: Share = 0
+    gathers: bool = False
+    tile: str = ""
 
 
 KNOBS = {
@@ -62,9 +74,16 @@ KNOBS = {
     "combine across domains": ("push",),
     "latency dispatch": ("send",),
     "latency combine": ("send",),
+    "gemm": ("gathers", "tile"),
+    "gemm gated": ("gathers", "tile"),
+    "gemm gated gradient": ("tile",),
+    "gemm weights": ("gathers", "tile"),
 }
 """Operation -> its knobs. Gathered combines and the backward of weighted ones have none: they take the model's SMs."""
+GEMMS = tuple(operation for operation in KNOBS if operation.startswith("gemm"))
+"""Those of quack's GEMMs, which ep_ops/nn/quack_mm.py describes."""
 LAYOUTS = "grouped", "token_major"
+TILE = re.compile(r"(\d+)x(\d+) ([12])x([12])( pingpong)?")
 
 CONDITIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "operation": (KNOBS.__contains__, ", ".join(KNOBS)),
@@ -73,6 +92,7 @@ CONDITIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "rows": (lambda value: value in LAYOUTS, ", ".join(LAYOUTS)),
     "format": (lambda value: isinstance(value, str), "text"),
     "tokens": (lambda value: type(value) is int and value >= 0, "an int of at least 0"),
+    "sizes": (lambda value: isinstance(value, str), "text"),
 }
 """Condition -> whether a value is valid, and which ones are."""
 
@@ -88,15 +108,16 @@ class Row:
     rows: str = "*"
     format: str = "*"
     tokens: int = 0
+    sizes: str = "*"
 
     def names(self, gpu: str, ranks: int) -> bool:
         """Return whether the row is of this GPU and number of ranks."""
         return fnmatchcase(gpu, self.gpu) and self.ranks in (None, ranks)
 
-    def holds(self, operation: str, rows: str, format: str, tokens: int) -> bool:
+    def holds(self, operation: str, rows: str, format: str, tokens: int, sizes: str = "") -> bool:
         """Return whether the row holds for such calls."""
         same = self.operation == operation and fnmatchcase(rows, self.rows) and fnmatchcase(format, self.format)
-        return same and tokens >= self.tokens
+        return same and tokens >= self.tokens and fnmatchcase(sizes, self.sizes)
 
 
 def count(share: Share, of: int) -> int:
@@ -129,6 +150,11 @@ def row_of(given: Any) -> Row:
         else:
             allowed = ", ".join((*CONDITIONS, *KNOBS[operation]))
             raise ValueError(f"{key} is {value!r} in a row of operation {operation!r}; allowed keys: {allowed}")
+    without = ("ranks", "format") if operation in GEMMS else ("sizes",)
+    if found := [key for key in without if key in named]:
+        raise ValueError(
+            f"{found[0]} is given in a row of operation {operation!r}; allowed: none of {', '.join(without)}"
+        )
     conditions = [key for key in ("rows", "format", "tokens") if key in named]
     if "surplus" in knobs and conditions:
         raise ValueError(f"surplus is given with {', '.join(conditions)}; allowed: only gpu and ranks")
@@ -136,7 +162,11 @@ def row_of(given: Any) -> Row:
 
 
 def _knob(name: str, value: Any) -> Any:
-    if name == "joins" and isinstance(value, bool):
+    if name in ("joins", "gathers") and isinstance(value, bool):
+        return value
+    if name == "tile":
+        if not isinstance(value, str) or value and TILE.fullmatch(value) is None:
+            raise ValueError(f"tile is {value!r}; allowed: text such as '128x192 2x1 pingpong', '128x256 2x1' or ''")
         return value
     if name == "sms" and value is None:
         return None
@@ -145,8 +175,10 @@ def _knob(name: str, value: Any) -> Any:
     except (ValueError, ZeroDivisionError):
         share = None
     most = 1 if isinstance(share, Fraction) else 1024
-    if name == "joins" or share is None or not 0 <= share <= most:
-        allowed = "true or false" if name == "joins" else "an int of 0..1024, or a fraction of 0..1 as text"
+    if name in ("joins", "gathers") or share is None or not 0 <= share <= most:
+        allowed = (
+            "true or false" if name in ("joins", "gathers") else "an int of 0..1024, or a fraction of 0..1 as text"
+        )
         raise ValueError(f"{name} is {value!r}; allowed: {allowed}")
     return share
 
@@ -198,16 +230,18 @@ class Tuning:
         self.version += 1
         self._rows = [row for row in (*rows, *self._given, *TABLE) if row.names(self._gpu, self._ranks)]
         self._steps: Sequence[int] = sorted({row.tokens for row in self._rows})
-        self._found: dict[tuple[str, str, str, int], Knobs] = {}
+        self._found: dict[tuple[str, str, str, int, str], Knobs] = {}
 
-    def knobs(self, operation: str, rows: str = "grouped", format: str = "", tokens: int = 0) -> Knobs:
+    def knobs(
+        self, operation: str, rows: str = "grouped", format: str = "", tokens: int = 0, sizes: str = ""
+    ) -> Knobs:  # fmt: skip
         """Return the knobs of such calls."""
-        key = operation, rows, format, bisect.bisect_right(self._steps, tokens)
+        key = operation, rows, format, bisect.bisect_right(self._steps, tokens), sizes
         found = self._found.get(key)
         if found is None:
             knobs: dict[str, Any] = {}
             for row in self._rows:
-                if row.holds(operation, rows, format, tokens):
+                if row.holds(operation, rows, format, tokens, sizes):
                     knobs = {**row.knobs, **knobs}
             found = self._found[key] = Knobs(**knobs)
         return found
