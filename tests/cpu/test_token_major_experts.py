@@ -20,6 +20,7 @@ from test_reference import communicator
 from torch import Tensor, nn
 from torch.library import opcheck
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ep_ops
@@ -382,6 +383,39 @@ def test_losses_of_60_steps() -> None:
         assert sum(grouped[-10:]) < 0.5 * sum(grouped[:10])
         worst = max(abs(a - b) / b for a, b in zip(token_major, grouped, strict=True))
         assert worst < 1e-5, worst
+
+
+class Transposed(nn.Module):
+    """As in docs/training.md."""
+
+    def forward(self, w: Tensor) -> Tensor:
+        return w.transpose(1, 2)
+
+    def right_inverse(self, w: Tensor) -> Tensor:
+        return w.transpose(1, 2).contiguous()
+
+
+def _transposed() -> tuple[dict[str, Tensor], dict[str, Tensor], list[tuple[str, bool]]]:
+    called = quacks.install(mock.Mock(setattr=setattr))
+    with ep_ops.Communicator(**SIZES, dtype=torch.float64) as comm:
+        x = torch.randn(TOKENS - comm.rank, H, generator=torch.Generator().manual_seed(comm.rank)).double()
+        results = []
+        for options in ({}, {"rows": "token_major", "gemms": quacks.ANY_DTYPE}):
+            layer = layer_of(comm, **options)
+            if options:
+                register_parametrization(layer.experts, "w_in", Transposed())
+                layer.experts.reset_parameters()
+            results.append(trained(layer, x, layer))
+        return *results, called  # type: ignore[return-value]
+
+
+def test_parametrization_that_transposes() -> None:
+    """With a parametrization that stores w_in as [E, 2F, H], quack's GEMMs compute SwiGLU in their epilogues."""
+    for expected, got, called in run_ranks(2, _transposed):
+        stored = got.pop("experts.parametrizations.w_in.original")
+        assert stored.is_contiguous() and stored.shape[1] == 2 * F
+        torch.testing.assert_close({**got, "experts.w_in": stored.transpose(1, 2)}, expected)
+        assert [name for name, _ in called] == ["gated", "gemm", "gated_gradient", "gemm", "gemm", "gemm"]
 
 
 # ---------------------------------------------------------------------- ranks that differ, and what is rejected
