@@ -70,7 +70,7 @@ def _bound(comm: Communicator, a: Args) -> Callable[[Any], Any]:
     """Return what runs calls like this one on the backend."""
     spec = spec_of(a)
     assert spec is not None
-    return comm.backend.prepare(spec).bind(a)
+    return comm.backend.bind(spec, a)
 
 
 def measure(device: torch.device, args: argparse.Namespace) -> None:

@@ -148,7 +148,7 @@ class Communicator(Methods):
             sizes = self.hidden_size, self.dtype, self.num_local_experts, self.world_size
             self.counts = Counts(*sizes, self.device)
         self.backend: Backend = backends.make(self.config.backend, self)
-        self.calls = CallCache(self.backend)
+        self.calls = CallCache()
         registry.add(self)
         held = sum(backends.held_bytes(self.config).values())
         logger.info(

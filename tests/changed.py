@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -31,14 +30,9 @@ class Changed:
         changed = self._change(operator, [results] if alone else list(results))
         return changed[0] if alone else tuple(changed)
 
-    def prepare(self, spec: Any) -> Any:
-        right = self._right.prepare(spec)
-
-        def bind(a: Any) -> Callable[[Any], Any]:
-            run = right.bind(a)
-            return lambda a: run(a) if self._waiting else self.changed(spec.kind, run(a))
-
-        return SimpleNamespace(bind=bind, start=right.start)
+    def bind(self, spec: Any, a: Any) -> Callable[[Any], Any]:
+        run = self._right.bind(spec, a)
+        return lambda a: run(a) if self._waiting else self.changed(spec.kind, run(a))
 
     def wait(self, operator: str, *args: Any) -> Any:
         self._waiting = True

@@ -83,7 +83,7 @@ class On:
             return lambda: target.launches(spec, a, part)(a)
         if type(target).__name__ == "ThroughputPath":
             return lambda: target.launches(spec, a)(a)
-        run = target.prepare(spec).bind(a)
+        run = target.bind(spec, a)
         return lambda: run(a)
 
     def _own(self) -> tuple[int, int, str]:
@@ -169,7 +169,7 @@ class On:
             along = *route.tensors, route.num_rows, route.alignment, route.max_tokens, "ep"
             a = CombineBackwardStartArgs(*given, *along, flight)
         spec = spec_of(a)
-        return self.target.prepare(spec).start(a)(a)
+        return self.target.bind_start(spec, a)(a)
 
     def wait(self, flight: int, operator: str, again: Callable[[], Any] = lambda: None) -> Any:
         return self.target.wait(operator, flight, again)

@@ -18,18 +18,6 @@ Formats = Sequence[tuple[str, str]]
 """Formats of rows, each with the layout of its scales ("": the first): see docs/formats.md."""
 
 
-class Prepared(Protocol):
-    """How a backend runs the calls of one specification. Arguments are those of the operators
-    (``meta_kernels.arguments``), and results those that their schemas name."""
-
-    def bind(self, a: Args) -> Callable[[Any], Any]:
-        """Return a function that runs calls with the sizes and shapes of these arguments, and takes theirs."""
-
-    def start(self, a: Args) -> Callable[[Any], Tensor]:
-        """Return a function that starts such calls, each in the flight of its arguments, and returns the ticket,
-        float32 [0]."""
-
-
 class Backend(Protocol):
     """The operators and services of a backend, created by ``ep_ops.backends.make``."""
 
@@ -39,8 +27,13 @@ class Backend(Protocol):
 
     # ------------------------------------------------------------------ operators
 
-    def prepare(self, spec: Spec) -> Prepared:
-        """Return how calls of a specification are run."""
+    def bind(self, spec: Spec, a: Args) -> Callable[[Any], Any]:
+        """Return a function that runs calls of a specification with the sizes and shapes of these arguments
+        (``meta_kernels.arguments``). It takes theirs, and returns the results that the operator's schema names."""
+
+    def bind_start(self, spec: Spec, a: Args) -> Callable[[Any], Tensor]:
+        """Return a function that starts such calls, each in the flight of its arguments, and returns the ticket,
+        float32 [0]."""
 
     def wait(self, operator: str, flight: int, again: Callable[[], Any]) -> Any:
         """Finish the split operation (its name without "_start") of a flight and return its results. ``again`` returns

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards  # type: ignore[attr-defined]
 
 from ..specs import Spec
-from .base import Backend, Prepared
 
 MOST_CALLS = 1024
 """The calls that a communicator remembers: at least half of them, those used last."""
@@ -67,19 +66,13 @@ def _guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 class CallCache(dict[Any, Call]):
     """The calls that were used last, by operator, sizes and specification. Looking up an unknown one returns None."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._backend = backend
-        self.prepared: dict[Spec, Prepared] = {}
-        """How the backend runs calls of the specifications that have passed their checks."""
+        self.specs: set[Spec] = set()
+        """The specifications that have passed their checks."""
         self.latest: dict[Any, Call] = {}
         """The latest call of each operator that was accepted without checks."""
         self._older: dict[Any, Call] = {}
-
-    def prepare(self, spec: Spec) -> Prepared:
-        """Return how the backend runs calls of a specification that has passed its checks, and remember it."""
-        found = self.prepared[spec] = self._backend.prepare(spec)
-        return found
 
     def __missing__(self, key: Any) -> Call | None:
         found = self._older.get(key)
@@ -100,4 +93,4 @@ class CallCache(dict[Any, Call]):
         self.clear()
         self._older.clear()
         self.latest.clear()
-        self.prepared.clear()
+        self.specs.clear()

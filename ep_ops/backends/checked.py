@@ -22,7 +22,7 @@ from meta_kernels.arguments import AnyStart, Args
 from .. import arrivals
 from ..config import Member
 from ..specs import CombineBackwardSpec, Spec
-from .base import Backend, Prepared
+from .base import Backend
 from .reference import ReferenceBackend
 from .split import nothing
 
@@ -59,8 +59,11 @@ class CheckedBackend:
         """Return an attribute of the backend, other than an operator."""
         return getattr(self._backend, name)
 
-    def prepare(self, spec: Spec) -> Prepared:
-        return Compared(self, spec, self._backend.prepare(spec))
+    def bind(self, spec: Spec, a: Args) -> Callable[[Any], Any]:
+        return functools.partial(self.run, spec, self._backend.bind(spec, a))
+
+    def bind_start(self, spec: Spec, a: Args) -> Callable[[Any], Tensor]:
+        return functools.partial(self.start, spec, self._backend.bind_start(spec, a))
 
     def start(self, spec: Spec, start: Callable[[Any], Tensor], a: AnyStart) -> Tensor:
         """Start an operation, whose wait compares it."""
@@ -72,7 +75,7 @@ class CheckedBackend:
     def wait(self, operator: str, flight: int, again: Callable[[], Any]) -> Any:
         if flight in self._started:  # what runs again is not compared twice
             spec, a, _ = self._started[flight]
-            again = functools.partial(self._backend.prepare(spec).bind(a), a)
+            again = functools.partial(self._backend.bind(spec, a), a)
         with self._meeting(f"{operator}_wait"):
             got = self._backend.wait(operator, flight, again)
             self._synchronize()
@@ -112,7 +115,7 @@ class CheckedBackend:
         """Return the results of the selected backend if all ranks find them equal to those of the reference backend."""
         self._operations += 1
         with self._reference.together(f"comparison of ep::{operator}"):
-            expected = self._reference.prepare(spec).bind(a)(a)
+            expected = self._reference.bind(spec, a)(a)
             slack = self._rounding(spec, a) if isinstance(spec, CombineBackwardSpec) else None
             text = self._difference(spec.kind, a, got, expected, slack)
             noted = [said.partition("|") for said in self._reference.exchange.all_gather_text(f"{layer}|{text}")]
@@ -189,7 +192,7 @@ class CheckedBackend:
         if not (spec.products and spec.weighted):
             return None
         absolute = a._replace(grad_out=a.grad_out.abs(), y=a.y.abs())
-        _, magnitude = self._reference.prepare(spec).bind(absolute)(absolute)
+        _, magnitude = self._reference.bind(spec, absolute)(absolute)
         exact = torch.finfo(magnitude.dtype)
         return a.y.shape[1] * (exact.eps * magnitude + exact.tiny)
 
@@ -230,19 +233,6 @@ class CheckedBackend:
             f"{name}{index} is {here!r} on rank {self._rank}, the reference has {there!r} ({int(wrong.sum())} of"
             f" {wrong.numel()} numbers differ)"
         )
-
-
-class Compared:
-    """How the calls of one specification are run and compared."""
-
-    def __init__(self, backend: CheckedBackend, spec: Spec, prepared: Prepared) -> None:
-        self._backend, self._spec, self._prepared = backend, spec, prepared
-
-    def bind(self, a: Args) -> Callable[[Any], Any]:
-        return functools.partial(self._backend.run, self._spec, self._prepared.bind(a))
-
-    def start(self, a: Args) -> Callable[[Any], Tensor]:
-        return functools.partial(self._backend.start, self._spec, self._prepared.start(a))
 
 
 def calling_layer() -> str:

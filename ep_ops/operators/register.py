@@ -13,11 +13,11 @@ import meta_kernels
 from meta_kernels.arguments import Args
 
 from .. import checks, registry
-from ..backends.base import Prepared
+from ..backends.base import Backend
 from ..backends.calls import Call
 from ..backends.split import parts_of
 from ..registry import Living
-from ..specs import spec_of
+from ..specs import Spec, spec_of
 from . import recomputation
 from .eager import RememberedOp, check_data
 from .gradients import not_batched
@@ -43,7 +43,7 @@ def _accepted(op: Operator, comm: Living, a: Args) -> Call:
     of arguments like those of an earlier call."""
     if op.split:
         checks.flight(getattr(a, "flight", None))
-    key = found = prepared = given = None
+    key = found = spec = given = None
     try:
         key = op.registered.key(a)
         found = comm.calls[key]
@@ -53,31 +53,29 @@ def _accepted(op: Operator, comm: Living, a: Args) -> Call:
                 return found
     except Exception:  # invalid, which the check finds
         pass
-    if found is None and (spec := spec_of(a)) is not None:
-        prepared = comm.calls.prepared.get(spec)
-        if prepared is None:
-            checks.spec(comm, spec)
-            prepared = comm.calls.prepare(spec)
+    if found is None and (spec := spec_of(a)) is not None and spec not in comm.calls.specs:
+        checks.spec(comm, spec)
+        comm.calls.specs.add(spec)
     op.check(comm, a)
     if found is not None:
         if given is not None:
             found.add_checked(given)
         return found
     if op.starts is not None:
-        made = Call(_wait(op, comm, prepared))
+        made = Call(_wait(op, comm.backend, spec))
     else:
-        assert prepared is not None
-        made = Call(prepared.start(a) if op.split else prepared.bind(a))
-    return made if prepared is None else comm.calls.add(key, made)
+        assert spec is not None
+        made = Call(comm.backend.bind_start(spec, a) if op.split else comm.backend.bind(spec, a))
+    return made if spec is None else comm.calls.add(key, made)
 
 
-def _wait(op: Operator, comm: Living, prepared: Prepared | None) -> Callable[[Any], Any]:
+def _wait(op: Operator, backend: Backend, spec: Spec | None) -> Callable[[Any], Any]:
     """Return what finishes a split operation."""
-    wait, (whole, _) = comm.backend.wait, parts_of(op.name)
-    if prepared is None:
+    wait, (whole, _) = backend.wait, parts_of(op.name)
+    if spec is None:
         blank = getattr(meta_kernels, op.name)
         return lambda a: wait(whole, a.flight, lambda: tuple(made.zero_() for made in blank(a)))
-    return lambda a: wait(whole, a.flight, lambda: prepared.bind(a)(a))
+    return lambda a: wait(whole, a.flight, lambda: backend.bind(spec, a)(a))
 
 
 def _implementation(op: Operator) -> Callable[..., Any]:

@@ -205,20 +205,13 @@ def train(config: Any) -> tuple[list[tuple[float, float]], float, collections.Co
 
 def _count(backend: Any, counts: collections.Counter[str]) -> None:
     """Count the calls that a backend runs, by operator."""
-    prepare = backend.prepare
+    bind = backend.bind
 
-    def prepared(spec: Any) -> Any:
-        made = prepare(spec)
-        bind = made.bind
+    def counted(spec: Any, a: Any) -> Any:
+        run = bind(spec, a)
+        return lambda a: (counts.update([spec.kind]), run(a))[1]
 
-        def counted(a: Any) -> Any:
-            run = bind(a)
-            return lambda a: (counts.update([spec.kind]), run(a))[1]
-
-        made.bind = counted
-        return made
-
-    backend.prepare = prepared
+    backend.bind = counted
 
 
 def main() -> int:

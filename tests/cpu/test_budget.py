@@ -205,26 +205,18 @@ def seen(comm, monkeypatch):
     """The budget of each dispatch and combine that ran."""
     calls = []
 
-    prepare = comm.backend.prepare
+    bind = comm.backend.bind
 
-    def recording(spec):
-        prepared = prepare(spec)
-        bind = prepared.bind
+    def recording(spec, a):
+        run = bind(spec, a)
 
-        def bound(a):
-            run = bind(a)
+        def record(a):
+            calls.append(now(comm.backend.budget))
+            return run(a)
 
-            def record(a):
-                calls.append(now(comm.backend.budget))
-                return run(a)
+        return record if spec.kind in ("dispatch", "combine") else run
 
-            return record
-
-        if spec.kind in ("dispatch", "combine"):
-            prepared.bind = bound
-        return prepared
-
-    monkeypatch.setattr(comm.backend, "prepare", recording)
+    monkeypatch.setattr(comm.backend, "bind", recording)
     comm.calls.forget()
     return calls
 

@@ -52,7 +52,7 @@ def test_any_rank_may_be_unfit_for_kernels(unfit: int) -> None:
 def test_calls_used_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A communicator with too many calls forgets those that were not used for longest."""
     monkeypatch.setattr(calls, "MOST_CALLS", 8)
-    cache, unused = calls.CallCache(None), calls.Call(lambda arguments: None)  # type: ignore[arg-type]
+    cache, unused = calls.CallCache(), calls.Call(lambda arguments: None)
     for key in "abcde":
         cache.add(key, unused)
     assert cache["a"] is unused, "found in the older half, and used now"

@@ -300,17 +300,13 @@ def test_launches_are_bound_once(comm, monkeypatch):
     learn of errors in calls that are not checked."""
     x, idx, weights = given()
     bound: list[Any] = []
-    prepare = comm.backend.prepare
+    bind = comm.backend.bind
 
-    class Counted:
-        def __init__(self, spec):
-            self.spec, self.prepared = spec, prepare(spec)
+    def counted(spec, a):
+        bound.append((spec, a.topk_idx.shape[0]))
+        return bind(spec, a)
 
-        def bind(self, a):
-            bound.append((self.spec, a.topk_idx.shape[0]))
-            return self.prepared.bind(a)
-
-    monkeypatch.setattr(comm.backend, "prepare", Counted)
+    monkeypatch.setattr(comm.backend, "bind", counted)
     for tokens, by in ((3, weights), (3, None), (2, None)):
         many(comm, x[:tokens], idx[:tokens], by)
     assert [(spec.kind, spec.weighted, tokens) for spec, tokens in bound] == [
@@ -342,7 +338,7 @@ def test_a_destroyed_communicator_remembers_nothing(comm, monkeypatch):
     many(comm, *args)
     comm.destroy()
     assert not comm.calls
-    monkeypatch.setattr(comm.backend, "prepare", lambda spec: pytest.fail("runs on a destroyed backend"))
+    monkeypatch.setattr(comm.backend, "bind", lambda spec, a: pytest.fail("runs on a destroyed backend"))
     with ep_ops.Communicator(config=comm.config, device="cpu") as other:
         assert other.name == comm.name
         many(other, *args)

@@ -70,26 +70,17 @@ def dense(x: Tensor, topk_idx: Tensor, weights: Tensor | None, scale: Tensor) ->
 
 def recorded(comm: Communicator, calls: list[tuple[str, int, str]]) -> Communicator:
     """Note what the communicator's backend runs: operator, how many rows or tokens it is given, communicator."""
+    bind = comm.backend.bind
 
-    prepare = comm.backend.prepare
+    def recording(spec: Any, a: Any) -> Any:
+        run = bind(spec, a)
 
-    def recording(spec: Any) -> Any:
-        prepared = prepare(spec)
-        bind = prepared.bind
+        def record(a: Any) -> Any:
+            calls.append((spec.kind, a[0].shape[0], comm.name))
+            return run(a)
 
-        def bound(a: Any) -> Any:
-            run = bind(a)
+        return record if spec.kind in ("dispatch", "combine", "dispatch_backward", "combine_backward") else run
 
-            def record(a: Any) -> Any:
-                calls.append((spec.kind, a[0].shape[0], comm.name))
-                return run(a)
-
-            return record
-
-        if spec.kind in ("dispatch", "combine", "dispatch_backward", "combine_backward"):
-            prepared.bind = bound
-        return prepared
-
-    comm.backend.prepare = recording
+    comm.backend.bind = recording
     comm.calls.forget()
     return comm

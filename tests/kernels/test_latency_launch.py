@@ -155,13 +155,12 @@ def test_bound_calls_keep_no_tensors(sizes: Sizes, backend: Any) -> None:
     def of(sent: torch.Tensor) -> None:
         x, idx = X.clone(), IDX.clone()
         a = backend.dispatch_args(x, None, idx, sizes)
-        prepared = backend.prepare(spec_of(a))
-        run, start = prepared.bind(a), prepared.start(a)
+        run, start = backend.bind(spec_of(a), a), backend.bind_start(spec_of(a), a)
         out = run(a)
         start(DispatchStartArgs(*a))
         backend.wait(0, "dispatch")
         b = backend.combine_args(out.recv_x, None, Route(idx, *out[3:7], 16, 32, sizes.max_tokens))
-        back = backend.prepare(spec_of(b)).bind(b)
+        back = backend.bind(spec_of(b), b)
         back(b)
         kept.append((run, start, back, [weakref.ref(tensor) for tensor in (x, idx, out.recv_x)]))
 
@@ -192,7 +191,7 @@ def test_bound_gradients(sizes: Sizes, scalars: bool, backend: Any) -> None:
         return found
 
     def bound(a: Any) -> Any:
-        return backend.prepare(spec_of(a)).bind(a)
+        return backend.bind(spec_of(a), a)
 
     def launches(run: Any, a: Any) -> list[Any]:
         launched.clear()

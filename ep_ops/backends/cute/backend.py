@@ -45,7 +45,7 @@ from ...records import (
     route_of,
 )  # fmt: skip
 from ...specs import CombineSpec, DispatchSpec, GatherSpec, Spec, spec_of
-from ..base import Formats, Prepared, lies_elsewhere, not_gatherable
+from ..base import Formats, lies_elsewhere, not_gatherable
 from ..split import FlightOrder, nothing, parts_of, ticket
 from .ahead import latency_kernels, throughput_kernels
 from .call_state import BEGUN, CHECKING, CallState, Stage
@@ -137,8 +137,32 @@ class CuteBackend:
 
     # ------------------------------------------------------------------ operators
 
-    def prepare(self, spec: Spec) -> Prepared:
-        return PreparedLaunches(self, spec)
+    def bind(self, spec: Spec, a: Args) -> Callable[[Any], Any]:
+        """The first call prepares launches, after its checks, because kernels may have to be compiled."""
+        begin, launches, run = self.begin, self.launches, None
+
+        def call(a: Args) -> Any:
+            nonlocal run
+            begin()
+            if run is None:
+                run = launches(spec, a)
+            return run(a)
+
+        return call
+
+    def bind_start(self, spec: Spec, a: Args) -> Callable[[Any], Tensor]:
+        parts: Parts | None = None  # does not refer to the tensors of the call that made it
+
+        def start(a: AnyStart) -> Tensor:
+            def launches() -> Parts:
+                nonlocal parts
+                if parts is None:
+                    parts = self.parts(spec, a)
+                return parts
+
+            return self.start(spec.kind, launches, a)
+
+        return start
 
     def launches(self, spec: Spec, a: Any) -> Callable[[Any], Any]:
         """Return a function that launches the kernels of calls that differ from these arguments only in tensors."""
@@ -429,12 +453,12 @@ class CuteBackend:
     def _run(self, a: Args) -> Any:
         spec = spec_of(a)
         assert spec is not None
-        return self.prepare(spec).bind(a)(a)
+        return self.bind(spec, a)(a)
 
     def _run_split(self, operator: str, a: AnyStart) -> Any:
         spec = spec_of(a)
         assert spec is not None
-        self.prepare(spec).start(a)(a)
+        self.bind_start(spec, a)(a)
         return self.wait(operator, a.flight, nothing)
 
     # ------------------------------------------------------------------ failures (failures.py)
@@ -483,41 +507,6 @@ def raise_alarm(launcher: Launcher, why: str) -> None:
         if why:
             text = torch.frombuffer(bytearray(pack_reason(why)), dtype=torch.uint8).to(launcher.device)
         launcher.get(RaiseAlarm)(0, blocks=1)(text)
-
-
-class PreparedLaunches:
-    """How the cute backend runs the calls of one specification. Launches are prepared by the first call of given sizes
-    and shapes, after its checks, because kernels may have to be compiled."""
-
-    def __init__(self, backend: CuteBackend, spec: Spec) -> None:
-        self._backend, self._spec = backend, spec
-
-    def bind(self, a: Args) -> Callable[[Any], Any]:
-        begin, run = self._backend.begin, None
-
-        def call(a: Args) -> Any:
-            nonlocal run
-            begin()
-            if run is None:
-                run = self._backend.launches(self._spec, a)
-            return run(a)
-
-        return call
-
-    def start(self, a: Args) -> Callable[[Any], Tensor]:
-        backend, spec = self._backend, self._spec
-        parts: Parts | None = None  # does not refer to the tensors of the call that made it
-
-        def start(a: AnyStart) -> Tensor:
-            def launches() -> Parts:
-                nonlocal parts
-                if parts is None:
-                    parts = backend.parts(spec, a)
-                return parts
-
-            return backend.start(spec.kind, launches, a)
-
-        return start
 
 
 def _tensors(a: AnyStart) -> Given:

@@ -49,7 +49,7 @@ from ...specs import (
     Spec,
 )
 from .. import split
-from ..base import Formats, Prepared, lies_elsewhere, not_gatherable
+from ..base import Formats, lies_elsewhere, not_gatherable
 from ..budget import Budget
 from . import copies, quantized
 from .meeting import Meeting, layout_index
@@ -96,22 +96,26 @@ class ReferenceBackend:
 
     # ------------------------------------------------------------------ operators
 
-    def prepare(self, spec: Spec) -> Prepared:
+    def bind(self, spec: Spec, a: Args) -> Callable[[Any], Any]:
         match spec:
             case PlanSpec():
-                return PreparedRun(self, spec, self._plan)
+                return self._plan
             case DispatchSpec(kind="dispatch_planned"):
-                return PreparedRun(self, spec, functools.partial(self._dispatch_planned, spec))
+                return functools.partial(self._dispatch_planned, spec)
             case DispatchSpec():
-                return PreparedRun(self, spec, functools.partial(self._dispatch, spec))
+                return functools.partial(self._dispatch, spec)
             case CombineSpec():
-                return PreparedRun(self, spec, functools.partial(self._combine, spec))
+                return functools.partial(self._combine, spec)
             case GatherSpec():
-                return PreparedRun(self, spec, self._combine_gathered)
+                return self._combine_gathered
             case DispatchBackwardSpec():
-                return PreparedRun(self, spec, functools.partial(self._dispatch_backward, spec))
+                return functools.partial(self._dispatch_backward, spec)
             case CombineBackwardSpec():
-                return PreparedRun(self, spec, self._combine_backward)
+                return self._combine_backward
+
+    def bind_start(self, spec: Spec, a: Args) -> Callable[[Any], Tensor]:
+        run = self.bind(spec, a)
+        return lambda a: self.start(spec.kind, a.flight, functools.partial(run, a))
 
     def _plan(self, a: PlanArgs) -> Placed:
         with self._operation():
@@ -299,19 +303,6 @@ class ReferenceBackend:
     def destroy(self, keep: bool) -> None:
         """Release the process group, whose threads would otherwise live into Python's finalization."""
         self.exchange.group = self._waits.group = None
-
-
-class PreparedRun:
-    """How the reference backend runs the calls of one specification: nothing is bound for sizes."""
-
-    def __init__(self, backend: ReferenceBackend, spec: Spec, run: Callable[[Any], Any]) -> None:
-        self._backend, self._kind, self._run = backend, spec.kind, run
-
-    def bind(self, a: Args) -> Callable[[Any], Any]:
-        return self._run
-
-    def start(self, a: Args) -> Callable[[Any], Tensor]:
-        return lambda a: self._backend.start(self._kind, a.flight, functools.partial(self._run, a))
 
 
 def _terms(spec: DispatchSpec) -> dict[str, int]:
