@@ -386,7 +386,7 @@ def test_losses_of_60_steps() -> None:
 
 
 class Transposed(nn.Module):
-    """As in docs/training.md."""
+    """Stores matrices as their transpose, as docs/training.md shows."""
 
     def forward(self, w: Tensor) -> Tensor:
         return w.transpose(1, 2)
