@@ -65,6 +65,7 @@ def _compile(kernel: Any, arch: str) -> Built:
 def compiled_ptx(kernel: Any, arch: str) -> str:
     ptx = built(kernel, arch).ptx
     assert not unused_acquires(ptx), "the result of an acquire must be used: see ptx.ld_acquire_sys"
+    assert not lines_apart(ptx), "the lanes of a line must be together: see latency/packets.py"
     return ptx
 
 
@@ -74,6 +75,22 @@ def unused_acquires(ptx: str) -> list[str]:
     body = body[: body.index("\n}\n")]
     named = collections.Counter(re.findall(r"%\w+", body))
     return [load for load, to in re.findall(r"(ld\.acquire\S+ (%\w+), .*)", body) if named[to] == 1]
+
+
+def lines_apart(ptx: str) -> list[str]:
+    """Return the stores of lines that no barrier of the warp precedes in their block of instructions, and the groups of
+    loads that no vote precedes."""
+    words = r"bar\.warp\.sync|(?:st|ld)\.volatile\.global\.v4\.b32 .*|^\$L\w+:|vote\.sync"
+    found = re.findall(words, ptx, re.MULTILINE)
+    apart = []
+    for i, word in enumerate(found):
+        if word.startswith("st.") and not found[i - 1].startswith("bar"):
+            apart.append(word)
+        if word.startswith("ld."):
+            before = next((w for w in reversed(found[:i]) if not w.startswith(("$L", "ld."))), "")
+            if not before.startswith("vote"):
+                apart.append(word)
+    return apart
 
 
 def count(ptx: str, instruction: str) -> int:
