@@ -225,9 +225,11 @@ class DecodeLayers(Run):
             if comm.backend.name == "cute":
                 sizes = LayerSizes(args.hidden, args.width, args.experts, args.top_k)
                 gemms = gemm_kernels(sizes, comm.num_local_experts, comm.world_size, args.tokens, turned)
+                formats = []
                 if args.weights == "e4m3":
                     gemms = e4m3_kernels(sizes, comm.num_local_experts, comm.world_size, args.tokens)
-                self.compile([], comm, others=gemms)
+                    formats = [(FORMAT, "rows")]
+                self.compile(formats, comm, others=gemms)
             self.weights = made(comm, args.width)
             self.turned = tuple(w.mT.contiguous().mT for w in self.weights) if turned else None
             if args.weights == "e4m3":

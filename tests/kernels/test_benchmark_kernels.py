@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +19,15 @@ import torch
 import ep_ops
 from benchmarks import report as recorded
 from ep_ops import Communicator, arrivals
-from ep_ops.bench import ranks, report, workloads
+from ep_ops.bench import decode, ranks, report, workloads
 from ep_ops.bench.operators import Calls
 from ep_ops.bench.presets import FORMATS, MEASURABLE, OPERATORS, PRESETS, SUMS, Case
 from ep_ops.bench.session import Session
 from ep_ops.bench.timing import CHAIN, Timer, leaves
 from ep_ops.bench.workloads import Workload, draw_route, expected_traffic, rows_by_expert, rows_by_rank, traffic_of
-from ep_ops.commands import cli
+from ep_ops.commands import cli, compile
+from ep_ops.config import Config
+from ep_ops.memory import planned
 
 ROOT = Path(ep_ops.__file__).parent.parent
 CPU = torch.device("cpu")
@@ -244,6 +248,37 @@ def test_a_graph_that_does_nothing_is_called_wrong(works: bool, monkeypatch: pyt
             run.operator(Case(workload, (op,)), calls, op, calls.call(op))
     assert [result["graph_same"] for result in run.found["results"]] == [works, works]
     assert [result["correct"] for result in run.found["results"]] == [works, works]
+
+
+@pytest.mark.parametrize("weights", ["bf16", "e4m3"])
+def test_decode_kernels_are_compiled_together(weights: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Before several ranks run decode layers, the first compiles all that they launch, also for rows in a format."""
+    monkeypatch.setenv("EP_OPS_CACHE_DIR", str(tmp_path))
+    sizes = dict(num_experts=8, hidden_size=256, top_k=2, max_tokens_per_rank=8)
+    backend = SimpleNamespace(name="cute")
+    comm: Any = SimpleNamespace(
+        backend=backend, num_local_experts=4, world_size=2, config=planned(Config(**sizes, backend="cute"), 2)
+    )
+    run = object.__new__(decode.DecodeLayers)
+    run.args = SimpleNamespace(tokens=(1, 8), hidden=256, width=128, experts=8, top_k=2, weights=weights, only=())
+    run.world_size, run.rank, run.device, run.has_triton = 2, 0, CPU, False
+    run.communicator = lambda workload: contextlib.nullcontext(comm)  # type: ignore[method-assign]
+
+    class Compiled(Exception):
+        """Carries the kernels that are compiled."""
+
+    def compiled(wanted: list[Any], arch: str) -> None:
+        raise Compiled(wanted)
+
+    monkeypatch.setattr(compile, "compile_all", compiled)
+    monkeypatch.setattr(compile, "arch_of", lambda device: "sm_90a")
+    with pytest.raises(Compiled) as found:
+        run.everything()
+    kernels = found.value.args[0]
+    formats = {kernel.format for kernel in kernels if type(kernel).__name__ == "LatencyDispatch"}
+    assert formats == ({"", decode.FORMAT} if weights == "e4m3" else {""})
+    gemms = "FewRows" if weights == "bf16" else "FewRowsE4M3"
+    assert {type(kernel).__name__ for kernel in kernels if "FewRows" in type(kernel).__name__} == {gemms}
 
 
 def made_up_run() -> dict:
