@@ -16,6 +16,7 @@ import torch.distributed as dist
 from domains import FORMAT_HIDDEN, FORMATS, TOKENS, TOP_K, both, check, drawn, expected, in_rounds, send, wrong
 from operators import Call, ranks
 from sharing import TURNS
+from test_latency import one_is_late
 
 ROUTES = ("random", "all_to_one_rank", "no_tokens_on_last_rank", "over_capacity", "nothing_to_last_rank", "padded")
 """Routes that one communicator can take."""
@@ -65,14 +66,17 @@ def test_gathered(half, make, seed, together):
 @in_rounds
 @pytest.mark.parametrize("way", FORMATS, ids=lambda way: way[0])
 def test_formats(way, half, make, few, seed, monkeypatch):
-    """Rows that are quantized on the way; the checking mode raises the first difference from the reference."""
+    """Rows that are quantized on the way, with one rank late; the checking mode raises the first difference from the
+    reference."""
     monkeypatch.setenv("EP_OPS_CHECK", "1")
+    delay = one_is_late(seed)
     name, layout = way
     with make("cute", "formats", half, [way], hidden_size=FORMAT_HIDDEN, latency_max_tokens=few) as comm:
         for step, tokens in enumerate((TOKENS, 3 + comm.rank, 0)):
             idx = drawn(seed, step, tokens)[1]
             x = torch.randn(tokens, FORMAT_HIDDEN, device="cuda").mul(10.0 ** (step - 2)).bfloat16()
             weights = torch.rand(idx.shape, device="cuda")
+            delay()
             send(comm, x, idx, weights, name, layout)
             torch.cuda.synchronize()
             comm.check_errors()
