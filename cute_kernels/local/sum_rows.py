@@ -1,4 +1,5 @@
-"""Sums of rows: of each row that is made, those that its indices name, each times a weight, or as it is.
+"""Sums of rows: of each row that is made, those that its indices name, each times a weight, or as it is. Or copies of
+rows, up to the end of the last segment.
 
 A row of sums is cut into pieces, which the lanes of a warp hold in registers at once. Pieces are dealt out to the warps
 of the grid. A lane reads one of the indices; those that name a row are gone through in their order.
@@ -28,17 +29,21 @@ class SumRowsArgs(NamedTuple):
     indices: Ints  # [B, K], below 0: none
     weights: Floats  # [B, K]
     out: Int64  # [B, H]
+    ends: Ints  # [experts], if bounded
     rows: Int32  # B
     terms: Int32  # K
+    experts: Int32
     blocks: Int32
 
 
 @dataclass(frozen=True)
 class SumRows(RowPieces):
-    """`alone`: K is 1 and nothing is weighted, so that bytes are copied as they are, NaN and -0 among them."""
+    """`alone`: K is 1 and nothing is weighted, so that bytes are copied as they are, NaN and -0 among them. `bounded`:
+    rows after the last of `ends` are not made."""
 
     weighted: bool = False
     alone: bool = False
+    bounded: bool = False
 
     NAME: ClassVar[str] = "ep_sum_rows"
     Args: ClassVar[Any] = SumRowsArgs
@@ -52,7 +57,10 @@ class SumRows(RowPieces):
     def kernel(self, args: SumRowsArgs) -> None:
         bid, _, _ = arch.block_idx()
         first_item = bid * WARPS + warp_id()
-        for item in cutlass.range(first_item, args.rows * self.pieces, args.blocks * WARPS):
+        rows = args.rows
+        if const_expr(self.bounded):
+            rows = cutlass.min(rows, args.ends[args.experts - 1])
+        for item in cutlass.range(first_item, rows * self.pieces, args.blocks * WARPS):
             row = item // self.pieces
             first = (item - row * self.pieces) * (32 * self.ahead) + arch.lane_idx()
             if const_expr(self.alone):

@@ -31,7 +31,7 @@ from torch import Tensor
 from ep_ops.backends.cute.tuning import KNOBS, TILE, Row
 from ep_ops.nn import expert_lists, grouped_mm, quack_mm
 from ep_ops.nn.live_rows import SWIGLU, SWIGLU_WEIGHTED_BACKWARD
-from ep_ops.nn.sums import sum_rows
+from ep_ops.nn.sums import copy_rows
 from ep_ops.records import GROUPED, TOKEN_MAJOR
 
 from .figures import text_table
@@ -223,7 +223,7 @@ class Tensors:
             "pairs up weights": (hidden, columns, lambda: gated.weights_gradient(x, h, offs, rows)),
             "swiglu": (columns, width, lambda: SWIGLU(h, *along, 0)),
             "swiglu backward": (columns, width, lambda: SWIGLU_WEIGHTED_BACKWARD(a, h, self.weights, *along)),
-            "copied rows": (hidden, hidden, lambda: sum_rows(x, rows[:, None])),
+            "copied rows": (hidden, hidden, lambda: copy_rows(x, rows, offs)),
             "torch up": (hidden, columns, lambda: grouped_mm(g, w_in, offs)),
             "torch down": (width, hidden, lambda: grouped_mm(a, w_out, offs)),
         }

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ep_ops.nn.grouped import Gated, Gemms
-from ep_ops.nn.sums import sum_rows
+from ep_ops.nn.sums import copy_rows
 from ep_ops.operators.library import define
 from ep_ops.records import GROUPED, TOKEN_MAJOR, check_types
 
@@ -138,7 +138,7 @@ def _mm(a: Tensor, b: Tensor, offs: Tensor, rows: Tensor | None, pairs: bool) ->
         return torch.zeros_like(_fake(a, b, offs, rows, pairs))
     of_weights = b.dim() == 2
     knobs = _knobs("gemm weights" if of_weights else "gemm", a, b, offs, rows)
-    a, how = _gathering(a, rows, knobs.gathers and not (of_weights and pairs))
+    a, how = _gathering(a, rows, offs, knobs.gathers and not (of_weights and pairs))
     ends = torch.nn.functional.pad(offs, (1, 0))
     if pairs and not of_weights:  # saved matrices may come back with other strides
         return gemm(a, b.contiguous(), knobs.tile, ("B",), cu_seqlens_m=ends)
@@ -159,7 +159,7 @@ def _gated(x: Tensor, w: Tensor, offs: Tensor, rows: Tensor) -> tuple[Tensor, Te
     if not offs.shape[0] or not x.shape[0] or not rows.shape[0]:
         return h.zero_(), a.zero_()
     knobs = _knobs("gemm gated", x, w, offs, rows)
-    x, how = _gathering(x, rows, knobs.gathers)
+    x, how = _gathering(x, rows, offs, knobs.gathers)
     ends = torch.nn.functional.pad(offs, (1, 0))
     gated(x, w, h, a, knobs.tile, cu_seqlens_m=ends, **how)
     return h, a
@@ -197,11 +197,11 @@ _QUACK_GATED_BACKWARD = define(
 )  # fmt: skip
 
 
-def _gathering(x: Tensor, rows: Tensor | None, gathers: bool) -> tuple[Tensor, dict[str, Any]]:
+def _gathering(x: Tensor, rows: Tensor | None, offs: Tensor, gathers: bool) -> tuple[Tensor, dict[str, Any]]:
     """Return rows and the argument by which a GEMM gathers them, or copied rows and none."""
     if rows is None:
         return x, {}
-    return (x, {"A_idx": rows}) if gathers else (sum_rows(x, rows[:, None]), {})
+    return (x, {"A_idx": rows}) if gathers else (copy_rows(x, rows, offs), {})
 
 
 # ---------------------------------------------------------------------- choices

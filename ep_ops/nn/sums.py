@@ -1,4 +1,4 @@
-"""Sums of indexed rows, by which token-major rows are copied to the places of lists, and places are summed.
+"""Copies and sums of indexed rows, by which token-major rows are copied to the places of lists, and places are summed.
 
 A kernel computes them on GPUs that the ``cute`` backend supports, for rows of bfloat16, float16 and float32 whose
 length is a multiple of 16 bytes, and reads no other rows than those named. Otherwise plain PyTorch does. The first call
@@ -57,6 +57,34 @@ def _sum_rows(x: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
     return out
 
 
+def copy_rows(x: Tensor, rows: Tensor, offs: Tensor) -> Tensor:
+    """Return x[rows] [L, H], up to the end of the last segment. Not differentiable.
+
+    Args:
+        x: rows [N, H].
+        rows: int32 [L], such as those of lists.
+        offs: end of each expert's rows, int32 [El].
+
+    Returns:
+        [L, H], undefined after ``offs[-1]``.
+    """
+    return _COPY_ROWS(x, rows, offs)
+
+
+def _fake_copies(x: Tensor, rows: Tensor, offs: Tensor) -> Tensor:
+    return x.new_empty(rows.shape[0], x.shape[1])
+
+
+def _copy_rows(x: Tensor, rows: Tensor, offs: Tensor) -> Tensor:
+    out, kernels = _fake_copies(x, rows, offs), kernels_of(x, x.shape[1])
+    if kernels is not None and offs.shape[0]:
+        kernels.copy_rows(*map(kernels.readable, (x, rows, offs)), out)
+        return out
+    made = torch.arange(rows.shape[0], device=x.device) < (offs[-1] if offs.shape[0] and x.shape[0] else 0)
+    named = x[torch.where(made, rows, 0)] if x.shape[0] else out
+    return out.copy_(torch.where(made[:, None], named, torch.nan))
+
+
 def of_index(x: Tensor, index: Tensor) -> Tensor:
     """Return the rows that ``index`` [B] names, in the dtype of sums, zeros where it is negative: [B, H]."""
     return torch.where((index >= 0)[:, None], x[index.clamp(min=0)].to(exact_dtype(x.dtype)), 0)
@@ -67,4 +95,5 @@ def _no_gradient(ctx: Any, grad: Tensor) -> None:
 
 
 _SUM_ROWS = define("sum_rows(Tensor x, Tensor index, Tensor? weights) -> Tensor out", _sum_rows, _fake)
+_COPY_ROWS = define("copy_rows(Tensor x, Tensor rows, Tensor offs) -> Tensor out", _copy_rows, _fake_copies)
 torch.library.register_autograd("ep::sum_rows", _no_gradient, lib=LIBRARY)

@@ -31,7 +31,7 @@ from ep_ops.nn.late import Returning, SentTokens, taken, while_returning
 from ep_ops.nn.lists import ExpertLists, expert_lists, places_at_most
 from ep_ops.nn.live_rows import SWIGLU, SWIGLU_WEIGHTED_BACKWARD
 from ep_ops.nn.scaled import ROW
-from ep_ops.nn.sums import sum_rows
+from ep_ops.nn.sums import copy_rows, sum_rows
 from ep_ops.operators.library import define
 from ep_ops.operators.once import once
 from ep_ops.operators.table import DISPATCH_PLANNED, DISPATCH_START, DISPATCH_WAIT
@@ -102,7 +102,7 @@ def token_major_rows(
     if not needs and chosen.runs_few_rows(received, w_in, w_out):
         segments = Segments(lists.offs, lists.counts, lists.alignment)
         share = route.max_tokens, local_idx.shape[1], chosen.ranks
-        y = few_rows(sum_rows(received.x, _index(lists.flat, lists.places)), w_in, w_out, segments, *share)
+        y = few_rows(copy_rows(received.x, lists.rows, lists.offs), w_in, w_out, segments, *share)
         return sum_rows(y, lists.places, weights), dropped
     x, topk_weights = inputs.with_weights(comm, sent.x, sent.topk_weights)  # converted as by dispatch
     returning = Returning(route.alignment, route.max_tokens, comm.name, route.layout, sent.flight)
@@ -123,11 +123,6 @@ def _lists(local_idx: Tensor, comm: Communicator, how: How) -> ExpertLists:
     if places is None and held < top_k:
         places = max(places_at_most(local_idx.shape[0] * held, held, comm.alignment), comm.alignment)
     return expert_lists(local_idx, held, alignment=comm.alignment, capacity=places)
-
-
-def _index(flat: Tensor, places: Tensor) -> Tensor:
-    """Return the row of each place, int32 [L, 1], -1 for empty ones."""
-    return torch.where(flat < places.numel(), flat // max(places.shape[1], 1), -1).int()[:, None]
 
 
 class _Kept(NamedTuple):
@@ -164,7 +159,7 @@ class _TokenMajor(torch.autograd.Function):
             h, a = gated.product(recv_x, w_in, offs, rows)
         else:
             if kept.gemms.gathered_product is None:
-                h = product(sum_rows(recv_x, _index(flat, places)), w_in, offs)
+                h = product(copy_rows(recv_x, rows, offs), w_in, offs)
             else:
                 h = kept.gemms.gathered_product(recv_x, w_in, offs, rows)
             a = SWIGLU(h, offs, counts, kept.alignment, 0)
@@ -184,10 +179,9 @@ class _TokenMajor(torch.autograd.Function):
         gated = kept.gemms.gated if ctx.gated else None
         gathered = kept.gemms.gathered_gradient if gated is None else gated.weights_gradient
         recv_x = _dispatched(given, route, kept, grad) if how.rows.redispatch else given
-        flat = _AFTER(flat, grad)
-        index = _index(flat, places)
+        rows, flat = _AFTER(rows, grad), _AFTER(flat, grad)
         grad = grad.contiguous()
-        grad_y = sum_rows(grad, index)
+        grad_y = copy_rows(grad, rows, offs)  # in padding of the row that precedes it, whose weight is 0
         of_places = torch.nn.functional.pad(weights.flatten(), (0, 1))[flat]
         if gated is not None:
             grad_h, a, dots = gated.gradient(grad_y, w_out, h, of_places, offs)
@@ -212,11 +206,11 @@ class _TokenMajor(torch.autograd.Function):
             if asks_in and gathered is not None:
                 of_in = gathered(for_in.pop(), for_in.pop(), offs, rows)
             if asks_in and gathered is None:
-                of_in = gradient(sum_rows(for_in.pop(), index), for_in.pop(), offs)
+                of_in = gradient(copy_rows(for_in.pop(), rows, offs), for_in.pop(), offs)
             for_in.clear()
             if asks_out and gathered is None:
-                again = index if of_in is None else _index(_AFTER(flat, of_in), places)
-                of_out = gradient(for_out.pop(), sum_rows(grad, again), offs)
+                again = rows if of_in is None else _AFTER(rows, of_in)
+                of_out = gradient(for_out.pop(), copy_rows(grad, again, offs), offs)
             return of_in, of_out
 
         if how.late:

@@ -19,7 +19,7 @@ from torch.library import opcheck
 from ep_ops import nn
 from ep_ops.integrations import quack
 from ep_ops.nn import expert_lists, gather_rows, reduce_rows
-from ep_ops.nn.sums import sum_rows
+from ep_ops.nn.sums import copy_rows, sum_rows
 
 NAN = float("nan")
 
@@ -147,7 +147,12 @@ def test_sums_of_rows() -> None:
             out[row] += x[named] * weights[row, k] if named >= 0 else 0
     assert_same(sum_rows(x, index, weights), out)
     with pytest.raises(NotImplementedError, match="allowed: ep_ops.nn.gather_rows"):
-        sum_rows(x.requires_grad_(), index).sum().backward()
+        sum_rows(x.clone().requires_grad_(), index).sum().backward()
+    offs, named = torch.tensor([0, 5, 9], dtype=torch.int32), index[:, 0].clamp(min=0)
+    opcheck(torch.ops.ep.copy_rows.default, (x, named, offs))  # which compares all rows
+    copies = copy_rows(x, named, offs[:2])
+    assert torch.equal(copies[:5], x[named[:5]]) and copies[5:].isnan().all()
+    assert copy_rows(x, named, offs[:0]).isnan().all() and copy_rows(x[:0], named, offs[:1]).isnan().all()
 
     lists = expert_lists(torch.randint(-1, 3, (4, 2), generator=draw).int(), 3)
     wide = [torch.randn(*shape, generator=draw, dtype=torch.float64).requires_grad_() for shape in ((4, 2), (8, 2))]

@@ -21,7 +21,7 @@ from cute_kernels import marks
 from ep_ops.backends.cute.sizing import MOST_TOKENS_ACROSS, problem_with, sizes_of, token_bound
 from ep_ops.memory import MemoryPlan, planned
 from ep_ops.nn import quack_mm
-from ep_ops.nn.sums import sum_rows
+from ep_ops.nn.sums import copy_rows
 
 
 def test_memory_plan() -> None:
@@ -99,7 +99,7 @@ def count_copies(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     def counted(a: torch.Tensor, b: torch.Tensor, *rest: Any, **how: Any) -> Any:
         return of_weights(b, quacks.gemm(a, b, *rest, **how))
 
-    monkeypatch.setattr(quack_mm, "sum_rows", lambda *given: watched.noted(sum_rows(*given)))
+    monkeypatch.setattr(quack_mm, "copy_rows", lambda *given: watched.noted(copy_rows(*given)))
     monkeypatch.setattr(quack_mm, "gemm", counted)
 
 

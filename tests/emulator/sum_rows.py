@@ -48,9 +48,25 @@ def check(draw: random.Random, terms: int, weighted: bool, alone: bool = False) 
     tensors = (("x", on.x), ("indices", on.indices), ("weights", on.weights))
     at: dict[str, Any] = {name: put_bytes(on, tensor, name) for name, tensor in tensors}
     out = on.memory.take(4 * on.rows * hidden, "out")
-    args = numbered(kernel.Args, **at, out=out, rows=on.rows, terms=terms, blocks=draw.randint(1, 3))
+    args = numbered(kernel.Args, **at, out=out, ends=0, rows=on.rows, terms=terms, experts=0, blocks=draw.randint(1, 3))
     run([Launch(kernel, args)], draw)
     same(on.memory.tensor(out, (on.rows, hidden), torch.float32), on.wanted(weighted), "sums")
+
+
+def check_copies(draw: random.Random) -> None:
+    """Rows up to the last end; what follows stays as it was."""
+    from cute_kernels.local.sum_rows import SumRows
+
+    hidden = draw.choice([4, 132, 640])
+    on, kernel = Given(draw, 1, hidden), SumRows(hidden, "fp32", False, True, True)
+    ends = torch.tensor(sorted(draw.randint(0, on.rows) for _ in range(draw.randint(1, 4))), dtype=torch.int32)
+    at: dict[str, Any] = {name: put_bytes(on, tensor, name) for name, tensor in (
+        ("x", on.x), ("indices", on.indices), ("ends", ends), ("out", torch.full((on.rows, hidden), 7.0)),
+    )}  # fmt: skip
+    numbers = dict(rows=on.rows, terms=1, experts=len(ends), blocks=draw.randint(1, 3))
+    run([Launch(kernel, numbered(kernel.Args, **at, weights=0, **numbers))], draw)
+    wanted = torch.where(torch.arange(on.rows)[:, None] < ends[-1], on.wanted(False), 7.0)
+    same(on.memory.tensor(at["out"], (on.rows, hidden), torch.float32), wanted, "copies")
 
 
 CHECKS = {
@@ -58,4 +74,5 @@ CHECKS = {
     "sums_weighted": lambda draw: check(draw, draw.choice([1, 3]), True),
     "sums_many_terms": lambda draw: check(draw, draw.choice([33, 70]), draw.random() < 0.5),
     "sums_alone": lambda draw: check(draw, 1, False, True),
+    "copies": check_copies,
 }

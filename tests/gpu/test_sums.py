@@ -12,7 +12,7 @@ from sharing import one_rank
 from torch import Tensor
 
 from ep_ops.nn import expert_lists, gather_rows, reduce_rows
-from ep_ops.nn.sums import sum_rows
+from ep_ops.nn.sums import copy_rows, sum_rows
 
 pytestmark = one_rank
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -28,7 +28,8 @@ def kernels() -> list[Any]:
 
     kinds = ((False, False), (True, False), (False, True))  # weighted, alone
     every = [SumRows(size, name, *kind) for size, name, kind in itertools.product(SIZES, NAMES.values(), kinds)]
-    return [*every, *(SumRows(STEP, "bf16", *kind) for kind in kinds)]
+    copies = [SumRows(size, name, False, True, True) for size, name in itertools.product(SIZES, NAMES.values())]
+    return [*every, *copies, *(SumRows(STEP, "bf16", *kind) for kind in kinds)]
 
 
 def drawn(seed: int, rows: int, terms: int, given: int, hidden: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -68,6 +69,18 @@ def test_bytes_are_copied_as_they_are():
     index = torch.tensor([[0], [-1], [0]], dtype=torch.int32, device="cuda")
     got = sum_rows(x.view(torch.bfloat16)[None].cuda(), index)
     assert torch.equal(as_ints(got), torch.stack([x, torch.zeros_like(x), x]))
+
+
+@pytest.mark.parametrize("hidden", SIZES)
+@pytest.mark.parametrize("dtype", NAMES)
+def test_copies(dtype, hidden, seed):
+    """Rows of segments are copied, those after them not."""
+    for rows, given, ends in ((1, 1, [1]), (37, 5, [0, 9, 9]), (3000, 400, [17, 2900])):
+        x, index, _ = drawn(seed + rows, rows, 1, given, hidden, dtype)
+        index, offs = index[:, 0].clamp(min=0), torch.tensor(ends, dtype=torch.int32)
+        got = copy_rows(x.cuda(), index.cuda(), offs.cuda()).cpu()
+        assert torch.equal(as_ints(got[: ends[-1]]), as_ints(x[index[: ends[-1]]]))
+        assert copy_rows(x, index, offs)[ends[-1] :].isnan().all()
 
 
 def layer(x: Tensor, weights: Tensor, lists: Any) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from cute_kernels.local.sum_rows import SumRows
 LOADS, STORES = "ld.global.L1::no_allocate.v4", "st.global.L1::no_allocate.v4"
 KERNELS = [
     SumRows(7168, "bf16"), SumRows(7168, "bf16", weighted=True), SumRows(7168, "bf16", alone=True),
+    SumRows(7168, "bf16", alone=True, bounded=True),
     SumRows(264, "fp16"), SumRows(2048, "fp32", weighted=True),
 ]  # fmt: skip
 ARCHES = ("sm_90a", "sm_100a")

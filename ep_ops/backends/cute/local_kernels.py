@@ -65,7 +65,14 @@ def swiglu_weighted(
 def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor) -> None:
     rows, terms = index.shape
     kernel = SumRows(x.shape[1], DTYPES[x.dtype], weights is not None, weights is None and terms == 1)
-    _launch(kernel, rows, x.device, (x, index, weights, out), rows, terms)
+    _launch(kernel, rows, x.device, (x, index, weights, out, None), rows, terms, 0)
+
+
+def copy_rows(x: Tensor, index: Tensor, ends: Tensor, out: Tensor) -> None:
+    """Copy the rows that `index` names, up to the last of `ends`."""
+    kernel = SumRows(x.shape[1], DTYPES[x.dtype], False, True, True)
+    (rows,), (experts,) = index.shape, ends.shape
+    _launch(kernel, rows, x.device, (x, index, None, out, ends), rows, 1, experts)
 
 
 def expert_lists(local_idx: Tensor, experts: int, alignment: int, made: tuple[Tensor, ...]) -> None:
