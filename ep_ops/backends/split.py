@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,18 +18,19 @@ def nothing() -> None:
 
 
 class FlightOrder:
-    """Check the order of split operations. A wait must follow the start of the same operation in its flight. While one
-    is in progress, only split operations of other flights are allowed."""
+    """The split operations in progress, and checks of their order. A wait must follow the start of the same operation
+    in its flight. While one is in progress, only split operations of other flights are allowed."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.started: dict[int, str] = {}
-        """Flight -> the operation that was started in it. Backends add what they start, and delete what has ended."""
+        self.started: dict[int, Any] = {}
+        """Flight -> what was started in it, a record with the name of the ``operator``. Backends add what they start,
+        and delete what has ended."""
 
     def free(self, flight: int) -> None:
         """Check that a start may use the flight."""
         if flight in self.started:
-            begun = self.started[flight]
+            begun = self.started[flight].operator
             raise RuntimeError(
                 f"communicator {self._name!r}: flight {flight} is in use: ep::{begun}_start must be followed by"
                 f" ep::{begun}_wait. Pass another flight for a second operation at the same time"
@@ -36,8 +39,8 @@ class FlightOrder:
     def begun(self, flight: int, operator: str) -> None:
         """Check that a wait follows its start."""
         begun = self.started.get(flight)
-        if begun != operator:
-            what = "nothing was started" if begun is None else f"ep::{begun}_start was called"
+        if begun is None or begun.operator != operator:
+            what = "nothing was started" if begun is None else f"ep::{begun.operator}_start was called"
             raise RuntimeError(
                 f"communicator {self._name!r}: ep::{operator}_wait was called, but {what} in flight {flight}; a wait"
                 " finishes the start that was called before it in the same flight"
@@ -46,7 +49,7 @@ class FlightOrder:
     def check(self) -> None:
         """Check that an operator that is neither start nor wait may run."""
         if self.started:
-            begun = next(iter(self.started.values()))
+            begun = next(iter(self.started.values())).operator
             raise RuntimeError(
                 f"communicator {self._name!r}: ep::{begun}_start must be followed by ep::{begun}_wait before an"
                 " operator that is not split. Until then, only split operations in the other flight and operators of"

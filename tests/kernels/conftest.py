@@ -59,14 +59,10 @@ def backend(device: Device) -> Any:
     from ep_ops.backends.cute.outputs import Outputs
     from ep_ops.backends.cute.sm_model import TokenTraffic
     from ep_ops.backends.cute.throughput import ThroughputPath
-    from ep_ops.backends.split import FlightOrder
 
     made: Any = On(object.__new__(CuteBackend))
-    made._flights = streams.Flights(torch.device("cpu"), 2)
-    made._config, made._order = (
-        SimpleNamespace(name="ep", max_tokens_per_rank=PROBLEM.planned_tokens),
-        FlightOrder("ep"),
-    )
+    made._flights = streams.Flights("ep", torch.device("cpu"), 2)
+    made._config = SimpleNamespace(name="ep", max_tokens_per_rank=PROBLEM.planned_tokens)
     made._failures = NO_FAILURES
     made._rank, made._device, made._across = 0, torch.device("cpu"), False
     made._problem = PROBLEM

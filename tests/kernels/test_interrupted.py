@@ -227,18 +227,18 @@ def test_a_start_and_a_wait(backend: Any, device: Device, failures: Failures) ->
     afterwards."""
     backend.start(0, "dispatch", X, None, IDX, FEW, PLAIN)
     device.take()
-    backend._flights._under_way[0].receive = raises(OOM), raises(OOM)
+    backend._flights.started[0].receive = raises(OOM), raises(OOM)
     with pytest.raises(torch.OutOfMemoryError):
         call(backend, "dispatch_wait", 0)
     assert kernels(device) == ["Reject"] and [turns for *_, turns in device.rejected] == [1]
     backend._latency_beside._kernel, get = raises(OOM), backend._latency_beside._kernel
     with pytest.raises(torch.OutOfMemoryError):
         call(backend, "dispatch_start", 0, X, None, IDX, FEW, PLAIN, max_tokens=8)
-    assert kernels(device) == ["Reject"] and not backend._order.started
+    assert kernels(device) == ["Reject"] and not backend._flights.started
     # Receiving what the flight under way is sent fails: that one's wait may still come, so nobody can be rejected.
     backend._latency_beside._kernel = get
     backend.start(0, "dispatch", X, None, IDX, FEW, PLAIN)
-    backend._flights._under_way[0].receive = raises(OOM), raises(OOM)
+    backend._flights.started[0].receive = raises(OOM), raises(OOM)
     device.take()
     with pytest.raises(torch.OutOfMemoryError):
         call(backend, "dispatch_start", 1, X, None, IDX, MANY, PLAIN, flight=1, max_tokens=400)
@@ -269,7 +269,7 @@ def test_flights_end_though_one_raises(backend: Any, device: Device, failures: F
         backend.start(flight, "dispatch", X, None, IDX, MANY, PLAIN)
     rejected_by_a_peer(failures, "dispatch", 400, 1)
     backend.end_flights()
-    assert not backend._flights._under_way and not backend._order.started
+    assert not backend._flights.started
 
 
 def test_while_a_graph_is_captured(backend: Any, device: Device, failures: Failures) -> None:
@@ -294,7 +294,7 @@ def test_a_call_that_tells_of_an_earlier_one_runs(backend: Any, device: Device, 
     rejected_by_a_peer(failures, "dispatch", 400, 1, epoch=9)
     with pytest.raises(ValueError, match="rejected by rank 1: why"):
         call(backend, "dispatch_start", 1, X, None, IDX, FEW, PLAIN, flight=1, max_tokens=8)
-    assert kernels(device) == ["LatencyDispatch"] * 2 and not backend._order.started, "it was sent and received"
+    assert kernels(device) == ["LatencyDispatch"] * 2 and not backend._flights.started, "it was sent and received"
     recv_x, _, recv_weights, *placed = call(backend, "dispatch", X, None, IDX, MANY, PLAIN, max_tokens=400)
     rejected_by_a_peer(failures, "combine", 400, 1, epoch=11)
     device.take()

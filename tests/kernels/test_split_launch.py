@@ -41,7 +41,7 @@ def test_many_tokens(backend: Any, device: Device) -> None:
     backend.start(0, "dispatch_backward", recv_x, recv_weights, route)
     assert on_the_side(device.take(), 2, "Combine")
     assert backend.wait(0, "dispatch_backward")[0] is backend.side.launched[-1][2]["out"]
-    assert not backend._flights._under_way and not backend._order.started
+    assert not backend._flights.started
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -89,7 +89,7 @@ def test_rounds(weighted: bool, backend: Any, device: Device) -> None:
         along = ["cut", "PublishTokens" if weighted else "Publish", "Pull"] * 3
         assert started(2) == launched("PublishTokens", *along)
         backend.wait(0, "dispatch")
-    assert not backend._flights._under_way and not backend._order.started
+    assert not backend._flights.started
 
 
 def test_two_under_way(backend: Any, device: Device) -> None:
@@ -151,13 +151,13 @@ def test_flights_that_are_ended(backend: Any, device: Device) -> None:
     backend.start(0, "dispatch", X, WEIGHTS, IDX, FEW, PLAIN)
     backend.start(1, "dispatch", X, None, IDX, MANY, PLAIN)
     backend.end_flights()
-    assert not backend._flights._under_way and not backend._order.started
+    assert not backend._flights.started
     device.take()
     backend.start(1, "dispatch", X, None, IDX, FEW, PLAIN)
     device.take()
     backend.end_flights()
     assert [kernel for what, _, kernel in device.take() if what == "launches"] == ["LatencyDispatch"]
-    assert backend._launcher.launched[-1][0].receive and not backend._order.started
+    assert backend._launcher.launched[-1][0].receive and not backend._flights.started
 
 
 def test_another_stream_waits(backend: Any, device: Device) -> None:
@@ -209,7 +209,7 @@ def test_a_capture_that_failed(backend: Any, device: Device) -> None:
             backend.start(0, "dispatch", X, None, IDX, FEW, PLAIN)
             backend.wait(0, "dispatch")
             device.capturing = 0
-        assert not backend._order.started and not backend._flights._under_way, after
+        assert not backend._flights.started, after
 
 
 def test_a_start_that_runs_and_one_that_is_captured(backend: Any, device: Device) -> None:
@@ -261,7 +261,7 @@ def test_rejections(backend: Any, device: Device) -> None:
         backend.reject(operator, "why", flight)
         assert device.take() == [], "its peers do not run it"
     backend.reject("dispatch_wait", "why", 0)
-    assert device.take() == [("waits for", "caller", 2)] and not backend._order.started, "it has run"
+    assert device.take() == [("waits for", "caller", 2)] and not backend._flights.started, "it has run"
     backend.start(0, "dispatch", X, None, IDX, FEW, PLAIN)
     device.take()
     backend.reject("dispatch_wait", "why", 0)

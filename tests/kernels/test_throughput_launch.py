@@ -92,7 +92,7 @@ def test_dynamic_token_major(weighted: bool, monkeypatch: pytest.MonkeyPatch) ->
     path, recorder = throughput(Budget(20, 30), monkeypatch)
     x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
     made: Any = On(object.__new__(CuteBackend))
-    made._problem, made._local_experts, made.throughput, made._order = PROBLEM, 3, path, FlightOrder("name")
+    made._problem, made._local_experts, made.throughput, made._flights = PROBLEM, 3, path, FlightOrder("name")
     made._failures, made._state = NO_FAILURES, path._state
     ids = torch.arange(3 * 100 * 4, dtype=torch.int32).view(300, 4)
 
@@ -120,7 +120,7 @@ def test_a_dynamic_dispatch_that_is_rejected(
     path, recorder = throughput(Budget(20, 30), monkeypatch)
     x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
     made: Any = On(object.__new__(CuteBackend))
-    made._problem, made._local_experts, made.throughput, made._order = PROBLEM, 3, path, FlightOrder("name")
+    made._problem, made._local_experts, made.throughput, made._flights = PROBLEM, 3, path, FlightOrder("name")
     made._failures = failures = object.__new__(Failures)
     made._state = path._state
     failures._config, failures._rank, failures._heap = SimpleNamespace(name="name", world_size=4), 1, Heap(PROBLEM)  # type: ignore
@@ -164,7 +164,7 @@ def test_operators_across_domains(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = across(Nvlink())
     made: Any = On(object.__new__(CuteBackend))
     made.throughput, recorder = throughput(Budget(20, 30, beyond=66), monkeypatch, problem)
-    made._problem, made._local_experts, made._order, made._rank = problem, 2, FlightOrder("name"), 1
+    made._problem, made._local_experts, made._flights, made._rank = problem, 2, FlightOrder("name"), 1
     made.latency, made._across = SimpleNamespace(takes=lambda spec, a: False), True
     made._config = SimpleNamespace(name="name", symmetric_rows=48)  # type: ignore[assignment]
     made._failures, made._state = NO_FAILURES, recorder.state

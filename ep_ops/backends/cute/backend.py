@@ -46,7 +46,7 @@ from ...records import (
 )  # fmt: skip
 from ...specs import CombineSpec, DispatchSpec, GatherSpec, Spec, spec_of
 from ..base import Formats, lies_elsewhere, not_gatherable
-from ..split import FlightOrder, nothing, parts_of, ticket
+from ..split import nothing, parts_of, ticket
 from .ahead import latency_kernels, throughput_kernels
 from .call_state import BEGUN, CHECKING, CallState, Stage
 from .failures import Failures, pack_reason
@@ -108,7 +108,7 @@ class CuteBackend:
         if config.symmetric_rows:  # across domains nobody else reads them
             self._rows = symmetric.allocate(rows_bytes(config), None if self._across else member.group, member.device)
         self._failures = failures = Failures(config, member.rank, member.device, self.memory)
-        self._flights = Flights(member.device, FLIGHTS)
+        self._flights = Flights(config.name, member.device, FLIGHTS)
         place = problem, self.memory, member.multiprocessors
         rest = member.rank, failures.report.address, int(config.timeout * 1e9)
         self._state = CallState()
@@ -128,7 +128,6 @@ class CuteBackend:
         # The same paths on the communicator's own stream, for split operations.
         self._latency_beside = LatencyPath(self._side_launcher, outputs, few)
         self._beside = ThroughputPath(self._side_launcher, outputs, self.budget, traffic, self._flights.side)
-        self._order = FlightOrder(config.name)
         failures.turns = self._turns
         if member.group is not None:
             failures.gone = lambda: leaving.gone(self._exchange.group, self._number)
@@ -225,26 +224,22 @@ class CuteBackend:
         """Start an operation in the flight of the arguments. `parts` returns what launches it."""
         self._state.check()
         self._failures.check(self._late)
-        self._forget_lost()
-        self._order.free(a.flight)
+        self._flights.forget_lost()
+        self._flights.free(a.flight)
         self._state.begin()
         run, receive = parts()
         self._flights.settle()
         self._state.begin()  # `settle` may have launched the rest of another call
         later = receive and (functools.partial(receive[0], a), functools.partial(receive[1], a))
-        self._flights.start(a.flight, _tensors(a), functools.partial(run, a), later)
-        self._order.started[a.flight] = operator  # not reached if the launch raises
+        self._flights.start(a.flight, operator, _tensors(a), functools.partial(run, a), later)
         return ticket(self._device)
 
     def wait(self, operator: str, flight: int, again: Callable[[], Any]) -> Any:
         self._state.check()
-        self._order.begun(flight, operator)
+        self._flights.begun(flight, operator)
         problem = self._flights.problem(flight)
         if problem is not None:
-            if flight not in self._flights:
-                del self._order.started[flight]
             raise RuntimeError(f"communicator {self._config.name!r}: ep::{operator}_wait: {problem}")
-        del self._order.started[flight]
         self._state.begin()
         results = self._flights.wait(flight)
         self._state.agree()  # everything of the operation is launched
@@ -252,10 +247,10 @@ class CuteBackend:
         return results
 
     def end_flights(self) -> None:
-        self._forget_lost()
-        for flight, operator in [*self._order.started.items()]:
+        self._flights.forget_lost()
+        for flight, one in [*self._flights.started.items()]:
             with contextlib.suppress(Exception):
-                self.wait(operator, flight, nothing)
+                self.wait(one.operator, flight, nothing)
 
     # Exceptions.
 
@@ -311,12 +306,6 @@ class CuteBackend:
         finally:
             self._late = False
 
-    def _forget_lost(self) -> None:
-        """Free the flights of operations that were started in a failed capture."""
-        if self._order.started:
-            for flight in self._flights.lost():
-                del self._order.started[flight]
-
     def _check_last(self) -> None:
         """Raise the error that ended the first operation of a call on all ranks, after the host has waited for that
         operation."""
@@ -333,12 +322,11 @@ class CuteBackend:
         """
         if torch.cuda.is_current_stream_capturing() or self.has_failed():
             return
-        self._forget_lost()
-        (whole, part), started = parts_of(operator), self._order.started
+        self._flights.forget_lost()
+        (whole, part), started = parts_of(operator), self._flights.started
         if part == "wait":
-            if started.get(flight) != whole:
+            if flight not in started or started[flight].operator != whole:
                 return
-            del started[flight]
             if not self._flights.abandon(flight):
                 return  # it runs to its end, here as elsewhere
         elif started and (part == "" or flight in started):
@@ -397,9 +385,9 @@ class CuteBackend:
         state = self._state
         state.stage = CHECKING
         self._failures.check(self._late)
-        if self._order.started:
-            self._forget_lost()
-            self._order.check()
+        if self._flights.started:
+            self._flights.forget_lost()
+            self._flights.check()
         state.stage, state.launched = BEGUN, 0
 
     # ------------------------------------------------------------------ lifetime

@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..split import FlightOrder
+
 Given = tuple[Tensor | None, ...]
 """Tensors that a start was called with, which are read until the operation ends."""
 Run = Callable[[], Any]
@@ -65,6 +67,7 @@ class Side:
 
 @dataclass
 class _UnderWay:
+    operator: str
     results: Any
     receive: tuple[Run, Run] | None  # launches what remains: on the side stream, or on the current stream
     given: Given
@@ -72,22 +75,24 @@ class _UnderWay:
     captured: int  # the capture of a CUDA graph that the start was part of; 0: it ran
 
 
-class Flights:
+class Flights(FlightOrder):
     """The operations in progress, by flight."""
 
-    def __init__(self, device: torch.device, number: int) -> None:
+    started: dict[int, _UnderWay]
+
+    def __init__(self, name: str, device: torch.device, number: int) -> None:
+        super().__init__(name)
         self._device = device
         self.side = Side(device)
         self._events = [torch.cuda.Event() for _ in range(number)]
-        self._under_way: dict[int, _UnderWay] = {}
         self.unreceived = False
         """Whether the operation whose start or wait ran last has been sent but not received."""
 
-    def start(self, flight: int, given: Given, run: Run, receive: tuple[Run, Run] | None = None) -> None:
+    def start(self, flight: int, operator: str, given: Given, run: Run, receive: tuple[Run, Run] | None = None) -> None:
         """Let ``run`` launch kernels on the side stream. All other operations have been settled.
 
         Args:
-            flight: the flight of the operation.
+            flight, operator: the flight and the name of the operation.
             given: input tensors.
             run: launches the kernels, and returns the results if ``receive`` is None.
             receive: two functions that launch the remaining kernels and return the results, on the side stream or on
@@ -97,24 +102,22 @@ class Flights:
         results = run()
         self.side.ended(self._events[flight])
         stream = torch.cuda.current_stream(self._device)
-        self._under_way[flight] = _UnderWay(results, receive, given, stream, capture_of(self._device))
+        self.started[flight] = _UnderWay(operator, results, receive, given, stream, capture_of(self._device))
 
-    def lost(self) -> list[int]:
-        """Forget operations that were started in a capture that has ended, and return their flights. Such a capture has
-        failed, because nothing waited in it, so nothing of these operations runs."""
-        if not any(one.captured for one in self._under_way.values()):
-            return []
-        capture = capture_of(self._device)
-        lost = [flight for flight, one in self._under_way.items() if one.captured not in (0, capture)]
-        for flight in lost:
-            del self._under_way[flight]
-        return lost
+    def forget_lost(self) -> None:
+        """Forget operations that were started in a capture that has ended. Such a capture has failed, because nothing
+        waited in it, so nothing of these operations runs."""
+        if any(one.captured for one in self.started.values()):
+            capture = capture_of(self._device)
+            for flight, one in [*self.started.items()]:
+                if one.captured not in (0, capture):
+                    del self.started[flight]
 
     def settle(self) -> None:
         """Launch the rest of operations that have only been sent, so that another operation may begin. In a capture, do
         this only for operations that were started in it."""
         self.side.forked = False  # one that failed may have left it
-        for flight, one in self._under_way.items():
+        for flight, one in self.started.items():
             if one.receive is not None and one.captured == capture_of(self._device):
                 on_side, _ = one.receive
                 one.results, one.receive = on_side(), None
@@ -128,17 +131,17 @@ class Flights:
         Start and wait must be captured in the same CUDA graph, or neither of them. An operation of another capture is
         forgotten: that capture has failed, and nothing of it runs.
         """
-        captured, capture = self._under_way[flight].captured, capture_of(self._device)
+        captured, capture = self.started[flight].captured, capture_of(self._device)
         if captured == capture:
             return None
         if not captured:
             return "its wait is captured in a CUDA graph, its start was not"
-        del self._under_way[flight]
+        del self.started[flight]
         return f"its start was captured in a CUDA graph, its wait was {'captured in another one' if capture else 'not'}"
 
     def wait(self, flight: int) -> Any:
         """Return the results. The current stream waits for the operation."""
-        one = self._under_way.pop(flight)
+        one = self.started.pop(flight)
         self.unreceived = one.receive is not None
         stream = self._join(flight)
         if stream != one.began_on:
@@ -153,18 +156,15 @@ class Flights:
     def abandon(self, flight: int) -> bool:
         """Discard the results in place of a wait. Return whether kernels remain to be launched, or something in their
         place. The current stream waits for those that were launched."""
-        one = self._under_way.pop(flight)
+        one = self.started.pop(flight)
         self._join(flight)
         return one.receive is not None
 
     def follow(self) -> None:
         """Let the current stream wait for all operations in progress."""
         self.settle()
-        for flight in self._under_way:
+        for flight in self.started:
             self._join(flight)
-
-    def __contains__(self, flight: int) -> bool:
-        return flight in self._under_way
 
     def _join(self, flight: int) -> torch.cuda.Stream:
         stream = torch.cuda.current_stream(self._device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,7 +76,6 @@ class ReferenceBackend:
         self._meeting = Meeting(self.rows, self._waits, member.name, member.number)
         self._order = split.FlightOrder(member.name)
         self._in_start = False  # whether an operation runs as part of its start
-        self._ended: dict[int, Any] = {}  # flight -> result for its wait
 
     @contextlib.contextmanager
     def _operation(self) -> Iterator[None]:
@@ -224,10 +223,10 @@ class ReferenceBackend:
             return made
         self._in_start = True
         try:
-            self._ended[flight] = run()
+            results = run()
         finally:
             self._in_start = False
-        self._order.started[flight] = operator
+        self._order.started[flight] = Ended(operator, results)
         return made
 
     def wait(self, operator: str, flight: int, again: Callable[[], Any]) -> Any:
@@ -236,12 +235,10 @@ class ReferenceBackend:
             return again()
         self._meeting.stage = "settled"
         self._order.begun(flight, operator)
-        del self._order.started[flight]
-        return self._ended.pop(flight)
+        return self._order.started.pop(flight).results
 
     def end_flights(self) -> None:
         self._order.started.clear()
-        self._ended.clear()
 
     # ------------------------------------------------------------------ the rest of a backend
 
@@ -250,8 +247,8 @@ class ReferenceBackend:
         whole, part = split.parts_of(operator)
         started = self._order.started
         if part == "wait" and self.strict:
-            if started.get(flight) == whole:  # it has run; its results are discarded
-                del started[flight], self._ended[flight]
+            if flight in started and started[flight].operator == whole:  # it has run; its results are discarded
+                del started[flight]
         elif not started or (part == "start" and flight not in started):  # else the other ranks reject it too
             with self.exchange.turn:
                 self._meeting.gather(f"ep::{whole}", reason)
@@ -303,6 +300,13 @@ class ReferenceBackend:
     def destroy(self, keep: bool) -> None:
         """Release the process group, whose threads would otherwise live into Python's finalization."""
         self.exchange.group = self._waits.group = None
+
+
+class Ended(NamedTuple):
+    """A split operation that has run in its start."""
+
+    operator: str
+    results: Any  # for its wait
 
 
 def _terms(spec: DispatchSpec) -> dict[str, int]:
