@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 
 import pytest
@@ -171,14 +170,18 @@ def test_micro_batches_in_turns(backend, monkeypatch):
     """Forward; backward the other way round, starts for waits."""
     torch._dynamo.reset()
     with toy.communicator() as comm:
-        calls = []
+        calls, bind_start, wait = [], comm.backend.bind_start, comm.backend.wait
 
-        def note(part, run, operator, flight, *args):
-            calls.append((f"{operator}_{part}", flight))
-            return run(operator, flight, *args)
+        def noted_start(spec, a):
+            start = bind_start(spec, a)
+            return lambda a: (calls.append((f"{spec.kind}_start", a.flight)), start(a))[1]
 
-        for part in ("start", "wait"):
-            monkeypatch.setattr(comm.backend, part, functools.partial(note, part, getattr(comm.backend, part)))
+        def noted_wait(operator, flight, again):
+            calls.append((f"{operator}_wait", flight))
+            return wait(operator, flight, again)
+
+        monkeypatch.setattr(comm.backend, "bind_start", noted_start)
+        monkeypatch.setattr(comm.backend, "wait", noted_wait)
         layer = torch.compile(in_turns, fullgraph=True) if backend else in_turns
         got = train_turns(layer, comm)
         other = {"start": "wait", "wait": "start"}

@@ -48,7 +48,7 @@ from ...specs import CombineSpec, DispatchSpec, GatherSpec, Spec, spec_of
 from ..base import Formats, lies_elsewhere, not_gatherable
 from ..split import nothing, parts_of, ticket
 from .ahead import latency_kernels, throughput_kernels
-from .call_state import BEGUN, CHECKING, CallState, Stage
+from .call_state import AGREED, BEGUN, CHECKING, LAUNCHING, CallState
 from .failures import Failures, pack_reason
 from .latency import RECEIVE, SEND, LatencyPath
 from .launcher import Launcher
@@ -56,7 +56,7 @@ from .outputs import Outputs
 from .residency import most_pulling
 from .sizing import across, heap_of, problem_of, rows_bytes, token_bound
 from .sm_model import TokenTraffic, default_budget
-from .streams import Flights, Given
+from .streams import Flights
 from .throughput import ThroughputPath
 from .tuning import Row, Tuning, rows_given
 
@@ -150,16 +150,25 @@ class CuteBackend:
         return call
 
     def bind_start(self, spec: Spec, a: Args) -> Callable[[Any], Tensor]:
+        state, flights = self._state, self._flights
         parts: Parts | None = None  # does not refer to the tensors of the call that made it
 
         def start(a: AnyStart) -> Tensor:
-            def launches() -> Parts:
-                nonlocal parts
-                if parts is None:
-                    parts = self.parts(spec, a)
-                return parts
-
-            return self.start(spec.kind, launches, a)
+            nonlocal parts
+            state.stage = CHECKING
+            self._failures.check(self._late)
+            flights.forget_lost()
+            flights.free(a.flight)
+            state.stage, state.launched = BEGUN, 0
+            if parts is None:
+                parts = self.parts(spec, a)
+            run, receive = parts
+            flights.settle()
+            state.stage, state.launched = BEGUN, 0  # `settle` may have launched the rest of another call
+            later = receive and (functools.partial(receive[0], a), functools.partial(receive[1], a))
+            tensors = tuple(given for given in a if isinstance(given, Tensor))
+            flights.start(a.flight, spec.kind, tensors, functools.partial(run, a), later)
+            return ticket(self._device)
 
         return start
 
@@ -202,7 +211,7 @@ class CuteBackend:
         problem = not_gatherable(y, None if rows is None else rows.local, most, self._config.name)
         if problem is not None or rows is None:
             self.reject("combine_gathered", str(problem), max_tokens=a.max_tokens)
-            self._state.agree()
+            self._state.stage = AGREED
             raise ValueError(problem)
         if self._across:
             whole = CombineArgs(y, None, *a[1:])
@@ -220,29 +229,15 @@ class CuteBackend:
         beside, here = (path.launches(spec, a, RECEIVE) for path in (self._latency_beside, self.latency))
         return self._latency_beside.launches(spec, a, SEND), (beside, here)
 
-    def start(self, operator: str, parts: Callable[[], Parts], a: AnyStart) -> Tensor:
-        """Start an operation in the flight of the arguments. `parts` returns what launches it."""
-        self._state.check()
-        self._failures.check(self._late)
-        self._flights.forget_lost()
-        self._flights.free(a.flight)
-        self._state.begin()
-        run, receive = parts()
-        self._flights.settle()
-        self._state.begin()  # `settle` may have launched the rest of another call
-        later = receive and (functools.partial(receive[0], a), functools.partial(receive[1], a))
-        self._flights.start(a.flight, operator, _tensors(a), functools.partial(run, a), later)
-        return ticket(self._device)
-
     def wait(self, operator: str, flight: int, again: Callable[[], Any]) -> Any:
-        self._state.check()
+        self._state.stage = CHECKING
         self._flights.begun(flight, operator)
         problem = self._flights.problem(flight)
         if problem is not None:
             raise RuntimeError(f"communicator {self._config.name!r}: ep::{operator}_wait: {problem}")
-        self._state.begin()
+        self._state.stage, self._state.launched = BEGUN, 0
         results = self._flights.wait(flight)
-        self._state.agree()  # everything of the operation is launched
+        self._state.stage = AGREED  # everything of the operation is launched
         self._failures.check()
         return results
 
@@ -268,15 +263,15 @@ class CuteBackend:
         state, (whole, part) = self._state, parts_of(operator)
         if torch.cuda.is_current_stream_capturing() or self._failures.has_failed():
             return
-        if state.stage is Stage.CHECKING:
+        if state.stage is CHECKING:
             if isinstance(error, ValueError):
                 self._run_late(operator, again, flight, max_tokens)
             return
-        if state.stage is Stage.AGREED:
+        if state.stage is AGREED:
             return
         why = f"ep::{operator}: {type(error).__name__}: {error}".rstrip(": ")
         stream = self._flights.side.stream if part == "start" else torch.cuda.current_stream(self._device)
-        if state.stage is Stage.LAUNCHING or (part == "start" and self._flights.unreceived and state.launched):
+        if state.stage is LAUNCHING or (part == "start" and self._flights.unreceived and state.launched):
             with torch.cuda.stream(stream):
                 self._failures.give_up(f"launched a part of an operation, and cannot launch the rest: {why}")
             return
@@ -301,7 +296,7 @@ class CuteBackend:
             if part == "start":
                 self.wait(whole, flight, nothing)
         except BaseException as error:
-            if not isinstance(error, ValueError) or self._state.stage is not Stage.CHECKING:
+            if not isinstance(error, ValueError) or self._state.stage is not CHECKING:
                 self.interrupted(operator, error, again, flight, max_tokens)
         finally:
             self._late = False
@@ -309,9 +304,9 @@ class CuteBackend:
     def _check_last(self) -> None:
         """Raise the error that ended the first operation of a call on all ranks, after the host has waited for that
         operation."""
-        self._state.agree()
+        self._state.stage = AGREED
         self._failures.check_last()
-        self._state.resume()
+        self._state.stage = BEGUN  # another operation of the call follows
 
     def reject(self, operator: str, reason: str, flight: int = 0, max_tokens: Any = 0) -> None:
         """Notify the other ranks by a kernel that runs in place of the operator's kernels: one launch for each round of
@@ -495,8 +490,3 @@ def raise_alarm(launcher: Launcher, why: str) -> None:
         if why:
             text = torch.frombuffer(bytearray(pack_reason(why)), dtype=torch.uint8).to(launcher.device)
         launcher.get(RaiseAlarm)(0, blocks=1)(text)
-
-
-def _tensors(a: AnyStart) -> Given:
-    """Return the tensors of an operator's arguments."""
-    return tuple(value for value in a if isinstance(value, Tensor))

@@ -27,8 +27,8 @@ class CallState:
     """Progress of the current or latest call on one communicator.
 
     A call consists of one or more operations of the kernels, and an operation of one or more launches. ``with state:``
-    surrounds the launches of one operation, from the first to the last, and nothing else that can fail. Eager calls of
-    the latency kernels set the attributes instead, because calls of methods take a noticeable part of a decode step.
+    surrounds the launches of one operation, from the first to the last, and nothing else that can fail. Calls of the
+    latency kernels set the attributes instead, because calls of methods take a noticeable part of a decode step.
     """
 
     __slots__ = ("launched", "stage")
@@ -37,22 +37,6 @@ class CallState:
         self.stage = CHECKING
         self.launched = 0
         """Number of operations of the call that have been launched completely."""
-
-    def check(self) -> None:
-        """Begin the checks of a call."""
-        self.stage = CHECKING
-
-    def begin(self) -> None:
-        """Note that the checks of the call have passed."""
-        self.stage, self.launched = BEGUN, 0
-
-    def agree(self) -> None:
-        """Note that exceptions from here on concern all ranks alike."""
-        self.stage = AGREED
-
-    def resume(self) -> None:
-        """Note that another operation of the same call follows one that has ended on all ranks."""
-        self.stage = BEGUN
 
     def __enter__(self) -> None:
         self.stage = LAUNCHING

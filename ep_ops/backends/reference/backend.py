@@ -16,6 +16,7 @@ from meta_kernels.arguments import (
     AnyDispatch,
     AnyDispatchBackward,
     AnySizedDispatch,
+    AnyStart,
     Args,
     CombineArgs,
     CombineGatheredArgs,
@@ -112,10 +113,6 @@ class ReferenceBackend:
             case CombineBackwardSpec():
                 return self._combine_backward
 
-    def bind_start(self, spec: Spec, a: Args) -> Callable[[Any], Tensor]:
-        run = self.bind(spec, a)
-        return lambda a: self.start(spec.kind, a.flight, functools.partial(run, a))
-
     def _plan(self, a: PlanArgs) -> Placed:
         with self._operation():
             return self._placed("plan", a, {})
@@ -211,23 +208,28 @@ class ReferenceBackend:
 
     # ------------------------------------------------------------------ split operations
 
-    def start(self, operator: str, flight: int, run: Callable[[], Any]) -> Tensor:
-        """Run the whole operation and keep its result for the wait. Without ``strict``, tools call waits without
-        starts, and the waits of forward operations run them."""
-        self._meeting.stage = "before"
-        self._waits.check()
-        made = split.ticket(self.ranks.device)
-        if self.strict:
-            self._order.free(flight)
-        elif "backward" not in operator:
+    def bind_start(self, spec: Spec, a: Args) -> Callable[[Any], Tensor]:
+        """A start runs the whole operation and keeps its results for the wait. Without ``strict``, tools call waits
+        without starts, and the waits of forward operations run them."""
+        run = self.bind(spec, a)
+
+        def start(a: AnyStart) -> Tensor:
+            self._meeting.stage = "before"
+            self._waits.check()
+            made = split.ticket(self.ranks.device)
+            if self.strict:
+                self._order.free(a.flight)
+            elif "backward" not in spec.kind:
+                return made
+            self._in_start = True
+            try:
+                results = run(a)
+            finally:
+                self._in_start = False
+            self._order.started[a.flight] = Ended(spec.kind, results)
             return made
-        self._in_start = True
-        try:
-            results = run()
-        finally:
-            self._in_start = False
-        self._order.started[flight] = Ended(operator, results)
-        return made
+
+        return start
 
     def wait(self, operator: str, flight: int, again: Callable[[], Any]) -> Any:
         """Return the result of the start. A wait meets no other rank, because the operation has run in its start."""
