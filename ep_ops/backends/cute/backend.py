@@ -416,12 +416,12 @@ class CuteBackend:
                     if layout == GROUPED:
                         self._run(CombineArgs(out.recv_x, row_weights, *along))
                         self._run(CombineArgs(out.recv_x, row_weights, *along, residual=x))
-                started = self._run_split("dispatch", DispatchStartArgs(x, given, *plans[0]))
+                started = self._run_split(DispatchStartArgs(x, given, *plans[0]))
                 known = *route.tensors, route.num_rows, *route.ints, config.name
                 if layout == GROUPED:
                     small = route_of(started.placed, plans[0])
                     of_small = *small.tensors, *small.ints, config.name
-                    self._run_split("combine", CombineStartArgs(started.recv_x, row_weights, *of_small))
+                    self._run_split(CombineStartArgs(started.recv_x, row_weights, *of_small))
                     self._run(CombineBackwardArgs(x, out.recv_x, row_weights, *known))
                     self._run(CombineBackwardArgs(x, None, row_weights, *known))
                 self._run(DispatchPlannedArgs(x, given, *known, layout))
@@ -438,11 +438,11 @@ class CuteBackend:
         assert spec is not None
         return self.bind(spec, a)(a)
 
-    def _run_split(self, operator: str, a: AnyStart) -> Any:
+    def _run_split(self, a: AnyStart) -> Any:
         spec = spec_of(a)
         assert spec is not None
         self.bind_start(spec, a)(a)
-        return self.wait(operator, a.flight, nothing)
+        return self.wait(spec.kind, a.flight, nothing)
 
     # ------------------------------------------------------------------ failures (failures.py)
 

@@ -268,14 +268,11 @@ class ThroughputPath:
         ]  # fmt: skip
         return publish, pulls
 
-    def _stages(self, spec: DispatchSpec) -> bool:
-        """Return whether x is staged. A single rank reads its own rows in place, unless they are sent in a format."""
-        return self._problem.world_size > 1 or bool(spec.format)
-
     def _publish_variant(self, spec: DispatchSpec, route: bool, pushes: bool) -> dict[str, Any]:
         """Return what the publish kernel of a dispatch is compiled for."""
+        staged = self._problem.world_size > 1 or bool(spec.format)  # else a single rank reads its own rows in place
         return dict(
-            route=route, rows=self._stages(spec), weights=spec.weighted, format=spec.sent_as, given=spec.scaled,
+            route=route, rows=staged, weights=spec.weighted, format=spec.sent_as, given=spec.scaled,
             pushes=pushes,
         )  # fmt: skip
 
