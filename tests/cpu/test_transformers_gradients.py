@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
+
+pytest.importorskip("transformers.distributed.expert_parallel", reason="needs transformers 5.23 or later")
+
 import torch
 import torch.distributed as dist
+from clients.run_transformers_trainer import SMALL, config_of, local, loss_of, made, own
 from ranks import run_ranks
 from torch import Tensor
 from transformers_cases import need_implementations, rows_as_received
@@ -18,30 +21,8 @@ import ep_ops
 
 KINDS = ("embed_tokens", "self_attn", "mlp.gate.", "gate_up_proj", "down_proj", "norm", "lm_head")
 """Parts of parameters' names. Errors are compared for all parameters of a kind together."""
-WAYS = ("fsdp", "hf_ep", "ep", "ep_cap", "spread")
-"""FSDP2 alone; transformers' own expert parallelism; ``register``, without and with a capacity; ``spread_experts``."""
-LENGTH, VOCABULARY = 32, 128
-
-
-def config_of() -> Any:
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model(
-        "qwen3_moe", vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, moe_intermediate_size=48,
-        num_experts=8, num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, norm_topk_prob=True, tie_word_embeddings=False, router_aux_loss_coef=0.0,
-    )  # fmt: skip
-    config._attn_implementation, config._experts_implementation = "eager", "grouped_mm"
-    return config
-
-
-def own(whole: Tensor) -> Tensor:
-    """This rank's part of a parameter or gradient. FSDP2 and expert parallelism split dimension 0 alike."""
-    return whole.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def local(tensor: Any) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+WAYS = ("fsdp", "transformers", "register", "register+capacity", "spread")
+LENGTH = 32
 
 
 def in_float64(config: Any) -> Any:
@@ -79,57 +60,6 @@ def fix_routes(model: Any, chosen: list[Tensor], note: bool) -> None:
         router.forward = forward
 
 
-def made(way: str, config: Any, weights: dict[str, Tensor]) -> Any:
-    """The model in one way: parameters in float32, computed in bfloat16, gradients reduced in float32."""
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    from ep_ops.integrations.transformers import register, spread_experts
-
-    ranks = dist.get_world_size()
-    if way == "spread":
-        model = AutoModelForCausalLM.from_config(config)
-        model.load_state_dict(weights)
-        spread_experts(model, max_tokens_per_rank=LENGTH, dtype=torch.bfloat16)
-        ep_ops.nn.keep_experts_apart(model, ranks)
-        mesh, apart = dist.init_device_mesh("cpu", (ranks,)), set(ep_ops.nn.expert_parameters(model))
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for layer in (*model.model.layers, model):
-            fully_shard(layer, mesh=mesh, ignored_params=apart, mp_policy=policy)
-    else:
-        if way.startswith("ep"):
-            capacity = ranks * LENGTH * config.num_experts_per_tok if way == "ep_cap" else None
-            register(way, max_tokens_per_rank=LENGTH, capacity=capacity)
-        distributed = DistributedConfig(
-            fsdp_size=ranks, ep_size=1 if way == "fsdp" else ranks, fsdp_mixed_precision=True,
-            ep_implementation=way if way.startswith("ep") else "auto",
-        )  # fmt: skip
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        kind = type(model)
-        with mock.patch.object(torch._C, "_get_accelerator", lambda: torch.device("cpu")):
-            distributed, _, mesh = kind.prepare_distribute_model(distributed)
-            model = kind.maybe_distribute_model(model, distributed, mesh)
-        model.to_empty(device="cpu")
-        rotary = model.model.rotary_emb
-        model.model.rotary_emb = type(rotary)(config=rotary.config)
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                local(p).copy_(own(weights[name]))
-    for module in model.modules():  # gloo has no average
-        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-        if group is not None and group._reduce_scatter_process_group.size() > 1:
-            module.set_force_sum_reduction_for_comms(True)
-    return model
-
-
-def loss_of(model: Any, numbers: Tensor) -> Tensor:
-    logits = model(input_ids=numbers[:, :-1], use_cache=False).logits
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return torch.nn.functional.cross_entropy(wide.flatten(0, 1), numbers[:, 1:].flatten())
-
-
 def errors_of(model: Any, wanted: dict[str, Tensor]) -> Iterator[tuple[str, float, float]]:
     """Yield, for each kind of parameter, |g - r| / |r| of all ranks and <g, r> / <r, r>."""
     sums = {kind: torch.zeros(3, dtype=torch.float64) for kind in KINDS}
@@ -145,8 +75,8 @@ def errors_of(model: Any, wanted: dict[str, Tensor]) -> Iterator[tuple[str, floa
 
 
 def compared() -> dict[str, dict[str, tuple[float, float]]]:
-    rank, ranks, config = dist.get_rank(), dist.get_world_size(), config_of()
-    numbers = torch.randint(VOCABULARY, (1, LENGTH + 1), generator=torch.Generator().manual_seed(rank))
+    rank, ranks, config = dist.get_rank(), dist.get_world_size(), config_of(SMALL)
+    numbers = torch.randint(config.vocab_size, (1, LENGTH + 1), generator=torch.Generator().manual_seed(rank))
     exact, chosen = in_float64(config), []
     fix_routes(exact, chosen, True)
     loss_of(exact, numbers).backward()
@@ -157,7 +87,7 @@ def compared() -> dict[str, dict[str, tuple[float, float]]]:
     weights = {name: p.detach().float() for name, p in exact.named_parameters()}
     found = {}
     for way in WAYS:
-        model = made(way, config, weights)
+        model = made(way, config, LENGTH, torch.device("cpu"), lambda name, *_: weights[name])
         fix_routes(model, chosen, False)
         with rows_as_received():
             loss_of(model, numbers).backward()
@@ -169,7 +99,6 @@ def compared() -> dict[str, dict[str, tuple[float, float]]]:
 
 def test_mixed_precision() -> None:
     """Gradients are as far from float64 as those of FSDP2 without expert parallelism, and no factor is wrong."""
-    pytest.importorskip("transformers.distributed.expert_parallel", reason="needs transformers 5.23 or later")
     need_implementations()
     found = run_ranks(2, compared)[0]
     for way in WAYS:
