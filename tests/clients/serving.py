@@ -51,7 +51,7 @@ def write_model(folder: Path, layers: int, **others: Any) -> None:
 
 
 class Peers:
-    """What a rank's process needs of the others."""
+    """A meeting point of the ranks' processes, and a way to return results to the program."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.rank, self._ranks, self._turn = int(args.rank), args.ranks, 0
