@@ -17,21 +17,21 @@ from cute_kernels.launch import Kernel, RankArgs
 from cute_kernels.marks import NUMBER_BITS
 from cute_kernels.views import Ints, Records
 
-WARPS, MOST_BLOCKS = 2, 2
+WARPS = 2
 BATCH_ROWS = 3
 LAST = 1 << (NUMBER_BITS - 1)
 """Set in a batch's word, beside its number of rows, if the sender has no more."""
 
 
 class BatchHeap(Heap):
-    """A rank's heap. By [warp]: a batch on its way out; by [rank][row]: rows that came; by [rank][batch]: words."""
+    """A rank's heap. By [rank][batch]: batches on their way out; [rank][row]: rows that came; [rank][batch]: words."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         ranks, rows = problem.world_size, problem.max_tokens
         self.batches = max(1, -(-rows // BATCH_ROWS))
         self.take(
-            outgoing=records(BATCH_ROWS * problem.row_bytes, MOST_BLOCKS * WARPS),
+            outgoing=records(BATCH_ROWS * problem.row_bytes, ranks, self.batches),
             incoming=records(problem.row_bytes, ranks, rows),
             words=words(ranks, self.batches),
         )
@@ -66,8 +66,7 @@ class BatchesArgs(NamedTuple):
 
 @dataclass(frozen=True)
 class Batches(Kernel):
-    """Warps deal the batches of all ranks among them, send theirs, each from one place, and then deal the senders. At
-    most `MOST_BLOCKS` blocks."""
+    """Warps deal the batches of all ranks among them, send theirs, and then deal the senders."""
 
     NAME, Args = "ep_test_batches", BatchesArgs
 
@@ -102,11 +101,10 @@ class Batches(Kernel):
             word = ranks.offsets("words").at(ranks.rank, batch)
             if rows > 0:
                 given = Records(args.x, row_bytes, problem.max_tokens).at(peer, first)
-                here = ranks.offsets("outgoing").at(block * WARPS + warp)
+                here = ranks.offsets("outgoing").at(peer, batch)
                 copy_by_warp(ranks.own + here, given, rows * row_bytes)
                 there = ranks.offsets("incoming").at(ranks.rank, first)
                 wire.put_signal(ranks, peer, there, here, rows * row_bytes, word, batch_word(ranks, rows, last))
-                wire.flush(ranks)
             elif batch == 0 and lane == 0:
                 wire.put_value(ranks, peer, word, batch_word(ranks, Int32(0), Int32(1)))
             item += args.blocks * WARPS

@@ -69,9 +69,6 @@ class Adversary(Wire):
         none = Int64(0)
         post(self.depth, ranks, (none, none, none, word, value, Int64(rank)))
 
-    def flush(self, ranks: Ranks) -> None:
-        await_delivered(self.depth, ranks)
-
 
 def mailbox_of(ranks: Ranks) -> Int64:
     """Behind the addresses of heaps and the places of ranks (places.py)."""
@@ -121,20 +118,6 @@ def post_by_block(
     arch.sync_threads()
     if tid == 0:
         post(depth, ranks, words)
-
-
-@cute.jit
-def await_delivered(depth: cutlass.Constexpr[int], ranks: Ranks) -> None:
-    """By a whole warp: until each record has been delivered."""
-    # No lane looks before lane 0 has left the warp's last one.
-    arch.sync_warp()
-    mailbox = mailbox_of(ranks)
-    i = Int32(arch.lane_idx())
-    while i < depth and mailbox != 0:
-        while ptx.ld_acquire_gpu(record_of(mailbox, i)) & 1 != 0:
-            pass
-        i += arch.WARP_SIZE
-    arch.sync_warp()
 
 
 def record_of(mailbox: Int64, index: Int32) -> Int64:

@@ -3,8 +3,7 @@
 A rank's heap is symmetric memory, the same on all ranks, so an offset names a place on each of them. `put_signal`
 copies bytes of this rank's heap to another rank's heap and then sets a word there, which has no other writer. A thread
 that acquires the word sees the bytes. `put_value` only sets a word. The order and delay in which puts and words of one
-rank arrive are not specified. A put may be split into pieces, and may read its source at any later time. `flush` waits
-until the source of this warp's puts may be overwritten, which does not mean that they have arrived.
+rank arrive are not specified. A put may be split, and may read its source at any time before its word arrives.
 
 Kernels rely on these properties:
 
@@ -52,7 +51,7 @@ class Wire:
     them and `nbytes` are multiples of 16, but words of 8.
 
     `late`: puts arrive at times of their own, and not before whatever is released after them. Those are counted, for
-    each rank that they go to (`operation.settle`).
+    each rank that they go to (`rejected.settle`).
 
     `rows`: the most rows of the latency kernels that go to a rank in one put, with one word. More than 1, at most
     `BUNDLE`, where a put costs more than it takes a block to put the rows together (docs/domains.md)."""
@@ -75,10 +74,6 @@ class Wire:
 
     def put_value(self, ranks: Ranks, rank: Int32, word: Int64, value: Int64) -> None:
         """By one thread."""
-        raise NotImplementedError
-
-    def flush(self, ranks: Ranks) -> None:
-        """By a whole warp."""
         raise NotImplementedError
 
     def arrived(self, ranks: Ranks, word: Int64, came: Boolean) -> None:
@@ -120,9 +115,6 @@ class Nvlink(Wire):
 
     def put_value(self, ranks: Ranks, rank: Int32, word: Int64, value: Int64) -> None:
         ptx.st_relaxed_sys(ranks.peer(rank) + word, value)
-
-    def flush(self, ranks: Ranks) -> None:
-        """Stores have read their source."""
 
 
 @cute.jit
@@ -190,7 +182,7 @@ class Nvshmem(Wire):
         value: Int64,
     ) -> None:  # fmt: skip
         fence_by_block()
-        count_put(ranks, rank, Int32(arch.thread_idx()[0]))
+        count_put(ranks, rank, Int32(thread_id()))
         _calls(self.library).put_signal_by_block(
             ranks.own + there, ranks.own + here, Uint64(nbytes), ranks.own + word, Uint64(value),
             Int32(NVSHMEM_SIGNAL_SET), rank,
@@ -199,9 +191,6 @@ class Nvshmem(Wire):
     def put_value(self, ranks: Ranks, rank: Int32, word: Int64, value: Int64) -> None:
         count_put(ranks, rank, Int32(0))
         _calls(self.library).put(ranks.own + word, Uint64(value), rank)
-
-    def flush(self, ranks: Ranks) -> None:
-        _calls(self.library).flush()
 
     def arrived(self, ranks: Ranks, word: Int64, came: Boolean) -> None:
         test_by_warp(self.library, ranks.own + word, came)
@@ -239,7 +228,6 @@ class _Calls:
     put_signal_by_block: Any
     put: Any
     test: Any
-    flush: Any
 
 
 @functools.lru_cache
@@ -264,10 +252,7 @@ def _calls(library: str) -> _Calls:
     def test(word: Int64, comparison: Int32, value: Uint64) -> Int32:  # type: ignore[empty-body]
         ...
 
-    @cute.extern(name="nvshmemx_flush_warp", source=source, inline=False)
-    def flush() -> None: ...
-
-    return _Calls(put_signal, put_signal_by_block, put, test, flush)
+    return _Calls(put_signal, put_signal_by_block, put, test)
 
 
 def find_library() -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from . import machine
 from .numbers import Int32
-from .threads import TICK, WARP, Barrier, collective, look_again, me, wait
+from .threads import TICK, WARP, Barrier, collective, me, wait
 
 SIGNAL_SET, CMP_EQ = 9, 0
 
@@ -133,18 +133,11 @@ def test_word(word: Any, comparison: Any, value: Any) -> Int32:
     return Int32(int(machine.memory().load_long(word)) == int(value))
 
 
-def flush_warp() -> None:
-    """Until the network has read what the warp has put."""
-    while network().unread(warp_of()):
-        look_again()
-
-
 CALLS: dict[str, Callable[..., Any]] = {
     "nvshmemx_putmem_signal_nbi_warp": put_signal_warp,
     "nvshmemx_putmem_signal_nbi_block": put_signal_block,
     "nvshmem_uint64_p": put_word,
     "nvshmem_uint64_test": test_word,
-    "nvshmemx_flush_warp": flush_warp,
 }
 """By the names that kernels ask for."""
 
