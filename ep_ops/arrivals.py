@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meta_kernels.plan import arrivals_size
+from meta_kernels.fakes import arrivals_size
 
 
 class Arrivals(NamedTuple):

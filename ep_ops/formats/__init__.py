@@ -4,6 +4,7 @@ the arguments of grouped GEMMs (groups). docs/formats.md describes them.
 
 from __future__ import annotations
 
+from meta_kernels.fakes import exact_dtype
 from meta_kernels.formats import (
     COMBINE_FORMATS,
     ELEMENT,
@@ -19,7 +20,6 @@ from meta_kernels.formats import (
     round_up,
     scales_shape,
 )
-from meta_kernels.rows import exact_dtype
 
 from .groups import Segments
 from .layouts import ScaleLayout, view

@@ -31,7 +31,7 @@ class Gradient(NamedTuple):
 
 @dataclass(eq=False)
 class Operator:
-    """One operator, ``torch.ops.ep.<name>``. The function of its name in ``meta_kernels`` is its fake."""
+    """One operator, ``torch.ops.ep.<name>``. The function of its name in ``meta_kernels.fakes`` is its fake."""
 
     name: str
     arguments: type[Any]  # the record of its arguments, from which the schema is derived

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-import meta_kernels
+from meta_kernels import fakes
 from meta_kernels.arguments import Args
 
 from .. import checks, registry
@@ -73,7 +73,7 @@ def _wait(op: Operator, backend: Backend, spec: Spec | None) -> Callable[[Any], 
     """Return what finishes a split operation."""
     wait, (whole, _) = backend.wait, parts_of(op.name)
     if spec is None:
-        blank = getattr(meta_kernels, op.name)
+        blank = getattr(fakes, op.name)
         return lambda a: wait(whole, a.flight, lambda: tuple(made.zero_() for made in blank(a)))
     return lambda a: wait(whole, a.flight, lambda: backend.bind(spec, a)(a))
 
@@ -115,7 +115,7 @@ def _fake(op: Operator) -> Callable[..., Any]:
     """Return the fake kernel, which first registers the operators' order with Inductor. It also gets calls with one
     tensor on the meta device."""
 
-    returned = getattr(meta_kernels, op.name)
+    returned = getattr(fakes, op.name)
 
     def fake(*args: Any) -> Any:
         from . import ordering
