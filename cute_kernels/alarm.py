@@ -10,6 +10,7 @@ from cutlass.cute import arch
 
 from . import ptx, sync
 from .heap import FAILED, Heap
+from .ids import thread_id
 from .launch import Kernel, RankArgs
 from .marks import ALARM_BITS
 from .rejection import leave_reason
@@ -35,7 +36,7 @@ class RaiseAlarm(Kernel):
     @cute.kernel
     def kernel(self, args: AlarmArgs) -> None:
         ranks = sync.Ranks(Heap.of(self.problem), args.ranks)
-        tid, _, _ = arch.thread_idx()
+        tid = thread_id()
         if args.text != 0:
             # Ranks of other domains receive the alarm without the reason.
             leave_reason(ranks, args.text, arch.WARP_SIZE)

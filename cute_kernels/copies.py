@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Int32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .experts import holder_of
@@ -75,9 +75,16 @@ def nth_bit(word: Int32, n: Int32) -> Int32:
     return lowest(left)
 
 
-def low_bits(count: int) -> Uint32:
-    """Return a mask of the lowest `count` bits, at most 32."""
-    return Uint32((1 << count) - 1)
+@cute.jit
+def entry_of(problem: cutlass.Constexpr[Problem], args: Any, token: Int32, exists: Boolean) -> tuple[Int32, Int32]:
+    """By each lane: the row and the expert of the entry (of k) of one of this rank's tokens, from `send_rows` and
+    `topk_idx` among `args`; -1 for both if there is none."""
+    row, expert = Int32(-1), Int32(-1)
+    if exists and arch.lane_idx() < problem.top_k:
+        entry = token * problem.top_k + arch.lane_idx()
+        row = args.send_rows[entry]
+        expert = args.topk_idx[entry]
+    return row, expert
 
 
 class Copies(NamedTuple):

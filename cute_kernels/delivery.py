@@ -113,11 +113,11 @@ class Delivery:
         form = self.form
         value = Int32(0)
         if const_expr(self.unit == 1):
-            value = (ptx.ld_shared(words + (i >> 2) * 4) >> ((i & 3) * 8)) & 0xFF
+            value = staged_scale(form, words, i)
         elif const_expr(self.layout == "packed" and not form.in_bytes):
             for j in range_constexpr(4):
                 if 4 * i + j < form.scales:
-                    value = value | (((ptx.ld_shared(words + (16 * i + 4 * j)) >> 23) & 0xFF) << (8 * j))
+                    value = value | (((staged_scale(form, words, 4 * i + j) >> 23) & 0xFF) << (8 * j))
         else:
             value = ptx.ld_shared(words + i * 4)
         return value
@@ -136,6 +136,13 @@ class Delivery:
             Uint8s(first)[column] = stored
         else:
             Ints(Records(first, step).at(column))[0] = stored
+
+
+def staged_scale(form: Form, words: Any, i: Int32) -> Int32:
+    """Return the i-th of the staged scales that begin at `words` in shared memory: fp32 bits, or an exponent."""
+    if form.in_bytes:
+        return (ptx.ld_shared(words + (i >> 2) * 4) >> ((i & 3) * 8)) & 0xFF
+    return ptx.ld_shared(words + i * 4)
 
 
 @cute.jit

@@ -134,7 +134,7 @@ class Problem(RowSizes):
 
     @property
     def bundles(self) -> bool:
-        """Whether rows of the latency kernels for one rank of another domain share one put (latency/bundled.py)."""
+        """Whether rows of the latency kernels for one rank of another domain share one put (internode/bundled.py)."""
         return self.wire is not None and self.wire.rows > 1
 
     @property
@@ -162,6 +162,10 @@ class Problem(RowSizes):
         """Whether staging has room for every token of every rank, so that a dispatch can push rows to it."""
         return 1 < self.world_size == self.most_copies and self.num_domains == 1
 
+    def pushed_slot(self, source: Any, token: Any) -> Any:
+        """Return the number of a pushed row's place in the staging of the rank that receives it, and of its flag."""
+        return source * self.max_tokens + token
+
     @property
     def adds_own(self) -> bool:
         """Whether owners of tokens add the rows that their own rank has of them in a combine of rows, round or quantize
@@ -184,6 +188,10 @@ class Problem(RowSizes):
     def header_ints(self) -> int:
         """Ints of a message before its entries: how many name each expert, and `SETTINGS_INTS` more."""
         return -(-self.num_experts // 4) * 4 + SETTINGS_INTS
+
+    def message_bytes(self, entries: Any) -> Any:
+        """Return the size of a message of so many entries."""
+        return self.header_ints * 4 + entries * ENTRY_BYTES
 
     @property
     def local_experts(self) -> int:
@@ -323,7 +331,7 @@ class Heap:
         self.batches = (t + p.batch_tokens - 1) // p.batch_tokens
         self.chunks = (t + p.chunk_tokens - 1) // p.chunk_tokens
         self.tile_entries = p.tile_tokens * p.top_k
-        self.message_bytes = p.header_ints * 4 + self.tile_entries * ENTRY_BYTES
+        self.message_bytes = p.message_bytes(self.tile_entries)
         self.masks_bytes = -(-p.batch_tokens // 4) * 16
         # What an owner asks for of a batch: a mask of copies for each token, and where gradients of weights of
         # token-major rows come home the experts that it names.
@@ -361,7 +369,7 @@ class Heap:
             # alternate for all operations. In the backward of a token-major dispatch, peers write scalars to `messages`
             # instead, which that operation does not use otherwise. With several domains, a rank has both for the ranks
             # of its rail as well, by [slot] (domains.py).
-            scalars=floats(d, t * p.weights_each),
+            scalars=floats(d, t, p.weights_each),
             rows=records(p.row_bytes, d * p.most_copies * t),
         )
         if d > 1:
@@ -377,12 +385,12 @@ class Heap:
         return {
             **{name: words(*batches) for name in ("batch", "wanted", "sum", "returned")},
             "weighed": words(others, p.tiles),
-            **{name: words(ranks) for name in ("rejected", "put_counts", "puts")},  # see operation.settle
+            **{name: words(ranks) for name in ("rejected", "put_counts", "puts")},  # see rejected.settle
             "relayed": words(ranks, self.batches),
             "relayed_weights": words(ranks, p.tiles),
             "messages_out": records(self.message_bytes, ranks, p.tiles),
             "weights_in": floats(others, p.planned_tokens * 2 * p.weights_each),
-            "scalars_in": floats(others, p.max_tokens * p.weights_each),
+            "scalars_in": floats(others, p.max_tokens, p.weights_each),
             "wanted_in": records(self.wanted_bytes, *batches),
             "wanted_out": records(self.wanted_bytes, *batches),
             "rows_in": records(p.batch_tokens * p.row_bytes, *batches),

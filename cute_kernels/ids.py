@@ -15,8 +15,18 @@ def warp_id() -> Int32:
     return arch.make_warp_uniform(thread_id() // 32)
 
 
+def block_id() -> Int32:
+    """Return the block's index in the grid."""
+    bid, _, _ = arch.block_idx()
+    return bid
+
+
+def num_blocks() -> Int32:
+    """Return the number of blocks of the grid."""
+    blocks, _, _ = arch.grid_dim()
+    return blocks
+
+
 def block_ids() -> tuple[Int32, Int32]:
     """Return the block's index in the grid, and the number of blocks."""
-    bid, _, _ = arch.block_idx()
-    blocks, _, _ = arch.grid_dim()
-    return bid, blocks
+    return block_id(), num_blocks()

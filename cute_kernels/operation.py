@@ -8,6 +8,7 @@ from cutlass.cute import arch
 
 from . import ptx
 from .heap import BEGUN, CLAIMS, EPOCH, MET, NOTES, SUM_LAG, TICKET, WAIT_BITS
+from .ids import thread_id
 from .internode.rejected import clear_counts, end_rejected
 from .sync import Ranks, meet_all, note_of, set_flag
 
@@ -63,7 +64,7 @@ def finish(ranks: Ranks, blocks: Int32, fetched: cutlass.Constexpr[bool] = False
     With `fetched`, no rank's operation ends before all ranks have called this, so that no peer reads its memory
     afterwards.
     """
-    tid, _, _ = arch.thread_idx()
+    tid = thread_id()
     # Orders every thread's reads of staging before the block's ticket.
     arch.sync_threads()
     if tid < arch.WARP_SIZE:

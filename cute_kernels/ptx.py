@@ -83,9 +83,9 @@ def st_u8(addr: Int64, value: Int32) -> None:
     _run("st.global.b8 [{$r0}], {$r1};", addr, value)
 
 
-def st_pair(addr: Int64, first: Int32, second: Int32) -> None:
+def st_pair(addr: Int64, words: Sequence[Any]) -> None:
     """Store two ints at a multiple of 8 bytes."""
-    _run("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", addr, first, second)
+    _run("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", addr, *words)
 
 
 def st_u64(addr: Int64, value: Int64) -> None:

@@ -32,17 +32,14 @@ def numbers_of(dtype: str) -> int:
     return 4 if dtype == "fp32" else 8
 
 
-@cute.jit
-def largest(
-    words: Any, first: cutlass.Constexpr[int], count: cutlass.Constexpr[int], dtype: cutlass.Constexpr[str]
-) -> Int32:
-    """Return the bits, as fp32, of the largest magnitude of the numbers in `count` words from `first` on."""
-    if const_expr(dtype == "fp32"):
-        found = Int32(0)
-        for i in range_constexpr(count):
-            found = cutlass.max(found, Int32(words[first + i]) & 0x7FFFFFFF)
-        return found
-    return ptx.largest_of_halves([words[first + i] for i in range(count)], dtype)
+def largest(words: Sequence[Any], dtype: str) -> Int32:
+    """Return the bits, as fp32, of the largest magnitude of the numbers in words."""
+    if dtype != "fp32":
+        return ptx.largest_of_halves(words, dtype)
+    found = Int32(0)
+    for word in words:
+        found = cutlass.max(found, Int32(word) & 0x7FFFFFFF)
+    return found
 
 
 @cute.jit
@@ -53,6 +50,14 @@ def of_group(bits: Int32, lanes: cutlass.Constexpr[int]) -> Int32:
         bits = cutlass.max(bits, arch.shuffle_sync_bfly(bits, step))
         step = step // 2
     return bits
+
+
+def word_of_bytes(byte: Int32, lanes: int) -> Int32:
+    """By the whole warp: return the word of the bytes of four neighboring groups of so many lanes (a power of two). All
+    lanes of a group have its byte."""
+    word = byte << (8 * ((arch.lane_idx() // lanes) & 3))
+    word = word | arch.shuffle_sync_bfly(word, lanes)
+    return word | arch.shuffle_sync_bfly(word, 2 * lanes)
 
 
 @cute.jit
@@ -86,16 +91,25 @@ def scale_of(kind: cutlass.Constexpr[str], bits: Int32) -> tuple[Int32, Float32]
     return exponent, ptx.as_float(inverse)
 
 
-def encode(words: Sequence[Any], inverse: Float32, dtype: str) -> list[Uint32]:
-    """Return the codes of the numbers in words, four in each result."""
-    values = ptx.unpack(words, dtype)
-    return [ptx.encode(values[i : i + 4], inverse) for i in range(0, len(values), 4)]
+def encode(numbers: Sequence[Float32], inverse: Float32) -> list[Uint32]:
+    """Return the codes of numbers, four in each word."""
+    return [ptx.encode(numbers[i : i + 4], inverse) for i in range(0, len(numbers), 4)]
 
 
-def decode(words: Sequence[Any], scale: Float32, dtype: str) -> list[Uint32]:
-    """Return the numbers, packed, of codes, four in each word."""
-    values = [ptx.mul_rn(value, scale) for word in words for value in ptx.decode(word)]
-    return ptx.pack(values, dtype)
+def decode(words: Sequence[Any], scale: Float32) -> list[Float32]:
+    """Return the numbers of codes, four in each word."""
+    return [ptx.mul_rn(number, scale) for word in words for number in ptx.decode(word)]
+
+
+@cute.jit
+def quantize_sum(form: cutlass.Constexpr[Form], sums: Any) -> tuple[Int32, Any]:
+    """By a whole warp: quantize a lane's consecutive numbers of a sum. Return the exponent of their block's scale, and
+    their codes."""
+    amax = largest(ptx.pack(sums, "fp32"), "fp32")
+    stored, inverse = scale_of(form.kind, of_group(amax, form.block // len(sums)))
+    if const_expr(form.kind != "mx"):
+        stored = stored >> 23
+    return stored, encode(sums, inverse)
 
 
 @cute.jit

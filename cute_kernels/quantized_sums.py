@@ -12,12 +12,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, range_constexpr
 from cutlass.cute import arch
 
 from . import ptx
 from .formats import Form
-from .quantize import exact_scale, largest, numbers_of, of_group, scale_of, store_codes
+from .quantize import decode, exact_scale, numbers_of, quantize_sum, store_codes, word_of_bytes
 from .slices import Slices
 from .views import Ints, Pairs, Uint8s
 
@@ -70,24 +70,12 @@ class SumSlices:
 
 
 @cute.jit
-def quantized(wire: cutlass.Constexpr[SumSlices], sums: Any) -> tuple[Int32, Any]:
-    """By a whole warp: quantize a lane's numbers of a vector. Return the exponent of their scale, and their codes."""
-    n = wire.numbers
-    amax = largest(ptx.pack(sums, "fp32"), 0, n, "fp32")
-    stored, inverse = scale_of(wire.form.kind, of_group(amax, wire.form.block // n))
-    if const_expr(wire.form.kind != "mx"):
-        stored = stored >> 23
-    return stored, [ptx.encode(sums[i : i + 4], inverse) for i in range(0, n, 4)]
-
-
-@cute.jit
-def quantize_sum(wire: cutlass.Constexpr[SumSlices], acc: Any) -> None:
+def requantize_slice(wire: cutlass.Constexpr[SumSlices], acc: Any) -> None:
     """By a whole warp: replace the slice of a sum in the lanes' registers by what another rank would add of it."""
     n = wire.numbers
     for u in range_constexpr(wire.plain.vectors):
-        stored, codes = quantized(wire, [acc[n * u + i] for i in range(n)])
-        scale = exact_scale("mx", stored)
-        values = [ptx.mul_rn(value, scale) for word in codes for value in ptx.decode(word)]
+        stored, codes = quantize_sum(wire.form, [acc[n * u + i] for i in range(n)])
+        values = decode(codes, exact_scale("mx", stored))
         for i in range_constexpr(n):
             acc[n * u + i] = ptx.add_rn(values[i], Float32(0.0))
 
@@ -105,13 +93,11 @@ def store_slice(wire: cutlass.Constexpr[SumSlices], acc: Any, to: Int64, last: I
     same, among = SCALED // n, 4 * SCALED // n
     words = Int32(0)
     for u in range_constexpr(vectors):
-        stored, codes = quantized(wire, [acc[n * u + i] for i in range(n)])
+        stored, codes = quantize_sum(wire.form, [acc[n * u + i] for i in range(n)])
         number = u * 32 * n + lane * n
-        word = stored << (8 * ((lane // same) & 3))
         if number < end:
             store_codes(to + wire.scale_bytes + u * 32 * n, lane, codes)
-        word = word | arch.shuffle_sync_bfly(word, same)
-        word = word | arch.shuffle_sync_bfly(word, 2 * same)
+        word = word_of_bytes(stored, same)
         if lane % among == u:
             words = word
     at, of_slice = lane % among * (32 // among) + lane // among, Ints(to)
@@ -132,21 +118,14 @@ def add_slice(wire: cutlass.Constexpr[SumSlices], at: Int64, last: Int32, acc: A
         codes = at + wire.scale_bytes + number
         words.append([Ints(codes)[0]] if n == 4 else Pairs(codes)[0])
     for u in range_constexpr(vectors):
-        scale = exact_scale("mx", scales[u])
-        values = [ptx.mul_rn(value, scale) for word in words[u] for value in ptx.decode(word)]
+        values = decode(words[u], exact_scale("mx", scales[u]))
         for i in range_constexpr(n):
             acc[n * u + i] = ptx.add_rn(acc[n * u + i], values[i])
 
 
-@cute.jit
-def scale_at(wire: cutlass.Constexpr[SumSlices], stage: Any, u: cutlass.Constexpr[int]) -> Float32:
-    """Return the scale of a lane's numbers of vector `u` of the slice in a stage."""
-    return exact_scale("mx", ptx.ld_shared_u8(stage + u * wire.numbers + arch.lane_idx() * wire.numbers // SCALED))
-
-
-def numbers_at(wire: SumSlices, stage: Any, u: int, scale: Float32) -> list[Float32]:
+def numbers_at(wire: SumSlices, stage: Any, u: int) -> list[Float32]:
     """Return a lane's numbers of vector `u` of the slice in a stage: codes times their scale."""
     n = wire.numbers
+    scale = exact_scale("mx", ptx.ld_shared_u8(stage + u * n + arch.lane_idx() * n // SCALED))
     at = stage + wire.scale_bytes + u * 32 * n + arch.lane_idx() * n
-    codes = [ptx.ld_shared(at)] if n == 4 else ptx.ld_shared_pair(at)
-    return [ptx.mul_rn(value, scale) for word in codes for value in ptx.decode(word)]
+    return decode([ptx.ld_shared(at)] if n == 4 else ptx.ld_shared_pair(at), scale)

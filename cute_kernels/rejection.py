@@ -66,7 +66,7 @@ class Reject(Kernel):
         world_size = self.problem.world_size
         heap = LatencyHeap.of(self.problem, self.tokens) if self.tokens else Heap.of(self.problem)
         ranks = sync.Ranks(heap, args.ranks)
-        tid, _, _ = arch.thread_idx()
+        tid = thread_id()
         leave_reason(ranks, args.text, THREADS)
         # The whole block's text comes before each thread's releases.
         arch.sync_threads()

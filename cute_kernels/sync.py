@@ -18,7 +18,7 @@ Memory order:
 - A system-scope fence waits for all of its SM's outstanding stores to peers, and an SM executes one fence at a time.
   Where many flags become due, one thread therefore fences once for all of them: warps that push rows pass theirs to
   another warp of the block (throughput/outbox.py), staging blocks of a dispatch to a block that does nothing else
-  (stage.py).
+  (throughput/stage.py).
 - Every operation sets its `hello` flag at all ranks when it begins, and does not end before it has acquired all hellos.
   A rank that has left operation e - 1 therefore knows that all ranks have left operation e - 2, and may reuse the
   memory of that operation.
@@ -137,6 +137,9 @@ class Ranks(Carried):
         self.timeout_ns = args.timeout_ns
         self.terms = args.terms
         self.own = args.own
+        self.read_epoch()
+
+    def read_epoch(self) -> None:
         self.epoch, failed = ptx.ld_u64_pair(self.word(EPOCH))
         self.bank = self.epoch & 1
         self.mark = mark_of(self.epoch, self.terms, failed)
@@ -215,24 +218,18 @@ def set_flag(
     ranks: Ranks, flag: cutlass.Constexpr[str], peer: Int32, index: Any, release: cutlass.Constexpr[bool]
 ) -> None:
     offset = flag_at(ranks.offsets(flag), index)
+    store = ptx.st_release_sys if release else ptx.st_relaxed_sys
     if is_near(ranks, peer):
-        store_flag(ranks.peer(peer) + offset, ranks.mark, release)
+        store(ranks.peer(peer) + offset, ranks.mark)
     else:
         put_flag(ranks, peer, offset)
-
-
-def store_flag(address: Int64, mark: Int64, release: bool) -> None:
-    store = ptx.st_release_sys if release else ptx.st_relaxed_sys
-    store(address, mark)
 
 
 def again(ranks: Ranks) -> Ranks:
     """Return `ranks` with the epoch read again. A load that is issued here and used late does not delay the loads
     before it."""
     new = copy.copy(ranks)
-    new.epoch, failed = ptx.ld_u64_pair(ranks.word(EPOCH))
-    new.bank = new.epoch & 1
-    new.mark = mark_of(new.epoch, ranks.terms, failed)
+    new.read_epoch()
     return new
 
 

@@ -7,11 +7,13 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute import arch
 
+from .domains import index_of
 from .experts import local_experts
 from .heap import Problem
 from .ids import thread_id
 from .segments import inclusive_sum
 from .sync import Ranks
+from .views import Floats
 
 
 @cute.jit
@@ -29,6 +31,14 @@ def clear_choices(
         if const_expr(weights):
             args.recv_weights.bits[i] = Int32(0)
         i += blocks * threads
+
+
+def copy_scalars(ranks: Ranks, heap: Int64, slot: Int32, holder: Int32, token: Int32) -> Floats:
+    """Return the `top_k` scalars of a token-major row of `holder`, in the heap of the token's owner or of its stager.
+    They use the space of a dispatch's messages, which has room for as many of each rank."""
+    p = ranks.heap.problem
+    row = (slot * p.domain_ranks + index_of(ranks, holder)) * p.max_tokens + token
+    return Floats(ranks.view("messages", heap).base, p.weights_each).part(row)
 
 
 @cute.jit

@@ -17,7 +17,7 @@ import copy
 import math
 from typing import Any, ClassVar
 
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Int32, Int64
 
 from . import ptx
 from .carried import Carried
@@ -75,7 +75,10 @@ class Records(View):
 
 
 class Elements(View):
-    """Elements that can be loaded and stored."""
+    """Elements that can be loaded and stored: `load(address)`, `store(address, value)`."""
+
+    load: ClassVar[Any]
+    store: ClassVar[Any]
 
     def __getitem__(self, index: Any) -> Any:
         return self.load(self.at(*index) if isinstance(index, tuple) else self.at(index))
@@ -83,23 +86,13 @@ class Elements(View):
     def __setitem__(self, index: Any, value: Any) -> None:
         self.store(self.at(*index) if isinstance(index, tuple) else self.at(index), value)
 
-    def load(self, address: Int64) -> Any:
-        raise NotImplementedError
-
-    def store(self, address: Int64, value: Any) -> None:
-        raise NotImplementedError
-
 
 class Ints(Elements):
     """Numbers of type int32."""
 
     ELEMENT = "int"
 
-    def load(self, address: Int64) -> Int32:
-        return ptx.ld_i32(address)
-
-    def store(self, address: Int64, value: Int32) -> None:
-        ptx.st_i32(address, value)
+    load, store = staticmethod(ptx.ld_i32), staticmethod(ptx.st_i32)
 
 
 class Floats(Elements):
@@ -107,11 +100,7 @@ class Floats(Elements):
 
     ELEMENT = "float"
 
-    def load(self, address: Int64) -> Float32:
-        return ptx.ld_f32(address)
-
-    def store(self, address: Int64, value: Float32) -> None:
-        ptx.st_f32(address, value)
+    load, store = staticmethod(ptx.ld_f32), staticmethod(ptx.st_f32)
 
     @property
     def bits(self) -> Ints:
@@ -124,11 +113,7 @@ class Uint8s(Elements):
 
     ELEMENT = "byte"
 
-    def load(self, address: Int64) -> Int32:
-        return ptx.ld_u8(address)
-
-    def store(self, address: Int64, value: Int32) -> None:
-        ptx.st_u8(address, value)
+    load, store = staticmethod(ptx.ld_u8), staticmethod(ptx.st_u8)
 
 
 class Pairs(Elements):
@@ -136,11 +121,7 @@ class Pairs(Elements):
 
     ELEMENT = "pair"
 
-    def load(self, address: Int64) -> tuple[Int32, Int32]:
-        return ptx.ld_pair(address)
-
-    def store(self, address: Int64, value: tuple[Int32, Int32]) -> None:
-        ptx.st_pair(address, *value)
+    load, store = staticmethod(ptx.ld_pair), staticmethod(ptx.st_pair)
 
     @property
     def first(self) -> Ints:
@@ -163,11 +144,7 @@ class Vectors(Elements):
 
     ELEMENT = "vector"
 
-    def load(self, address: Int64) -> tuple[Uint32, Uint32, Uint32, Uint32]:
-        return ptx.ld_v4(address)
-
-    def store(self, address: Int64, value: Any) -> None:
-        ptx.st_v4(address, value)
+    load, store = staticmethod(ptx.ld_v4), staticmethod(ptx.st_v4)
 
 
 KINDS: dict[str, type[View]] = {kind.ELEMENT: kind for kind in (Words, Ints, Floats, Uint8s, Pairs, Vectors)}

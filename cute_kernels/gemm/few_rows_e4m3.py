@@ -149,7 +149,7 @@ class FewRowsE4M3(FewRows):
                 packed = ptx.pack(self.gated_values(acc, group), self.dtype)
                 for i in range_constexpr(2):
                     words[2 * group + i] = ptx.movmatrix(packed[i])
-                most = of_group(largest(words, 2 * group, 2, self.dtype), 4)
+                most = of_group(largest([words[2 * group + i] for i in range(2)], self.dtype), 4)
                 if lane % 4 == 0:
                     ptx.st_shared(ring + ((group * 8 + lane // 4) * self.warps + warp) * 4, most)
         arch.sync_threads()  # the largest magnitudes of all warps are there

@@ -13,18 +13,16 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr, range_constexpr
-from cutlass.cute import arch
 
 from .. import ptx, sync
 from ..arrivals import Walk
 from ..copies import Copies
 from ..domains import index_of, slot_of, stager_of
-from ..ids import warp_id
-from ..quantized_sums import numbers_at, scale_at
+from ..ids import block_id, warp_id
+from ..quantized_sums import numbers_at
 from ..slices import Slices
 from ..throughput.adder import APART, BEGINS, JOINS, RowBases
 from ..throughput.combine import Combine, OwnerAdder, PushAdder, ThroughputCombineArgs
-from ..throughput.placing import number_of_weight
 from .sums import CLOSES, FAR, OPENS, ask, await_sums, in_two_parts, number_there, pass_sums
 
 PASSING = 5 / 8
@@ -59,7 +57,7 @@ class CombineAcross(Combine):
     @cute.jit
     def first_summing(self, ranks: sync.Ranks, pushes: Boolean, dealt: Int32, args: ThroughputCombineArgs) -> Int32:
         """Pass sums on, by the blocks that do so, and return the first of the blocks that sum."""
-        bid, _, _ = arch.block_idx()
+        bid = block_id()
         passers = cutlass.max((dealt - args.pushers) * int(PASSING * 16) // 16, 1)
         first = cutlass.min(args.pushers + passers, dealt - 1)
         if not pushes and bid < args.pushers + passers:
@@ -72,7 +70,7 @@ class CombineAcross(Combine):
         warps = self.WARPS + 1
         first = Int32(warp_id()) * blocks + block
         ids = self.token_major
-        ask(ranks, ids, args.topk_idx, args.send_rows, args.tokens, args.max_tokens, first, blocks * warps)
+        ask(ranks, ids, args, first, blocks * warps)
         pass_sums(ranks, 32 * warps, self.rows, self.scalars, ids, self.in_format, args.max_tokens, (block, blocks))
 
 
@@ -125,8 +123,7 @@ class OwnerAdderAcross(OwnerAdder):
         at = OwnerAdder.address_of_returned(self, ranks, holder, token, k)
         slot = slot_of(ranks, holder)
         if slot > 0:
-            p = self.kernel.problem
-            at = ranks.view("scalars_in").at(slot - 1, number_of_weight(p, token * p.top_k + k))
+            at = ranks.view("scalars_in").at(slot - 1, token, k)
         return at
 
     @cute.jit
@@ -160,7 +157,7 @@ class OwnerAdderAcross(OwnerAdder):
         if const_expr(self.tree):
             values = []
             for u in range_constexpr(self.slices.vectors):
-                values.extend(numbers_at(wire, stage, u, scale_at(wire, stage, u)))
+                values.extend(numbers_at(wire, stage, u))
             add_apart(self.slices.values, mark, acc, part, values)
         else:
             OwnerAdder.add_encoded(self, stage, mark, acc, part)

@@ -19,6 +19,7 @@ from .. import ptx, sync
 from ..copies import Copies, RankSet, below, lowest, set_of
 from ..domains import position_of
 from ..heap import EPOCH, TICKET
+from ..ids import num_blocks
 from ..latency.packets import THREADS, WARPS, WarpShare, Words, part_of, seal, st_line
 from ..latency.sizes import PACKET_BYTES
 from ..views import Records
@@ -90,7 +91,7 @@ def have_put(ranks: sync.Ranks) -> None:
 @cute.jit
 def end(ranks: sync.Ranks) -> None:
     """By one thread that has met all ranks: ends the operation, in which all blocks have put what they put."""
-    blocks, _, _ = arch.grid_dim()
+    blocks = num_blocks()
     while ptx.ld_acquire_gpu(ranks.word(TICKET)) != blocks:
         pass
     end_rejected(ranks)

@@ -14,11 +14,11 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, 
 from cutlass.cute import arch
 
 from .. import ptx, sync
-from ..arrivals import Copy, guarded, lists
-from ..copies import copies_of
+from ..arrivals import Copy, given_row, guarded, lists
+from ..copies import copies_of, entry_of
 from ..domains import is_near
 from ..latency.combine import COPIES, LatencyCombine
-from ..latency.combine_sender import BATCH, LatencyCombineArgs, report_bad_row
+from ..latency.combine_sender import BATCH, LatencyCombineArgs
 from ..latency.lookup import copy_at
 from ..latency.packets import WarpShare, Words, await_packets
 from ..latency.sum_packets import quantize_again
@@ -79,7 +79,7 @@ class LatencyCombineAcross(LatencyCombine):
                 words_of = partial(self.bundled_sum, args, copy, last)
                 to = FarTarget(owner, ranks.rank * self.tokens + first, self.row_stride)
                 put_packets(ranks, share, "lines", to, owner * self.tokens + first, sums * count, words_of)
-        report_bad_row(ranks, last[0], args.num_rows)
+        given_row(ranks, last[0], args.num_rows)
 
     @cute.jit
     def bundled_sum(self, args: LatencyCombineArgs, copy: Copy, last: Any, packet: Int32) -> Words:
@@ -130,7 +130,7 @@ class LatencyCombineAcross(LatencyCombine):
     ) -> tuple[Int32, Order]:  # fmt: skip
         """By a whole warp: a lane's row of a token, if it is here, and its copies in the order of addition."""
         p = self.problem
-        row, expert = self.entry_of(args, token, lane)
+        row, expert = entry_of(p, args, token, Boolean(True))
         copies = copies_of(p, expert, row)
         if copies.holder != ranks.rank:
             row = Int32(-1)

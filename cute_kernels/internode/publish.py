@@ -17,13 +17,14 @@ from cutlass.cute import arch
 from .. import sync
 from ..domains import is_near
 from ..formats import Form
-from ..ids import warp_id
+from ..ids import thread_id, warp_id
 from ..throughput.publish import Publish, PublishArgs
 from ..throughput.publish_tokens import PublishTokens
-from ..throughput.route import THREADS, Counters, Message, message_at, message_bytes, tile_of
+from ..throughput.route import THREADS, Counters, Message, message_at, tile_of
 from ..throughput.stage_quantized import quantize_row
 from ..views import Records
-from .sending import BatchFiller, copy_rows, relay, row_in, send_rows, send_weights
+from .relayed import row_in
+from .sending import BatchFiller, copy_rows, relay, send_rows, send_weights
 
 
 @cute.jit
@@ -53,7 +54,7 @@ def put_messages(ranks: sync.Ranks, counters: Counters, warps: cutlass.Constexpr
             entries = Int32(counters.total[p.num_experts + rank])
             there, here = ranks.offsets("messages").at(ranks.rank, tile), ranks.offsets("messages_out").at(rank, tile)
             word = ranks.offsets("route").at(ranks.rank, tile)
-            p.wire.put_signal(ranks, rank, there, here, message_bytes(p, entries), word, ranks.mark)
+            p.wire.put_signal(ranks, rank, there, here, p.message_bytes(entries), word, ranks.mark)
         rank += warps
 
 
@@ -151,7 +152,7 @@ class PublishAcross(Publish):
     @cute.jit
     def after_await(self, ranks: sync.Ranks) -> None:
         p = self.problem
-        tid, _, _ = arch.thread_idx()
+        tid = thread_id()
         if const_expr(self.route):
             p.wire.arrived(ranks, ranks.offsets("route").flat.at(tid), tid < p.world_size * p.tiles)
 

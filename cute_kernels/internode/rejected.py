@@ -81,7 +81,7 @@ def settle(ranks: Ranks) -> None:
 @cute.jit
 def words_come(ranks: Ranks) -> Int32:
     """By one thread: return the number of words of this operation that ranks of other domains have set here, without
-    `sent`."""
+    `put_counts`."""
     p = ranks.heap.problem
     count = Int32(0)
     for name in WORDS_OF_RANKS:

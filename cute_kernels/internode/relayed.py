@@ -9,7 +9,12 @@ from cutlass.cute import arch
 from .. import sync
 from ..domains import is_near, slot_of, stager_of
 from ..views import Floats, Records
-from .sending import row_in
+
+
+def row_in(mask: Int32, token: Int32 | int) -> Int32:
+    """Return the index of a token's row in its batch, which contains the rows of `mask`. `token` counts within the
+    batch."""
+    return Int32(arch.popc(mask & ((Int32(1) << token) - 1)))
 
 
 @cute.jit

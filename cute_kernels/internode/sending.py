@@ -51,12 +51,6 @@ def word_at(ranks: sync.Ranks, name: str, slot: Int32, index: Int32) -> Int64:
     return ranks.offsets(name).at(slot - 1, index)
 
 
-def row_in(mask: Int32, token: Int32 | int) -> Int32:
-    """Return the index of a token's row in its batch, which contains the rows of `mask`. `token` counts within the
-    batch."""
-    return Int32(arch.popc(mask & ((Int32(1) << token) - 1)))
-
-
 @dataclass(frozen=True)
 class BatchFiller:
     """The rows that a rank sends. `fill(ranks, args, batch, mask, to)` puts a batch together, by a whole block: the

@@ -16,15 +16,16 @@ from cutlass.cute import arch
 
 from .. import ptx, sync
 from ..barriers import whole_block
-from ..copies import Copies, copies_of, lowest
-from ..domains import index_of, on_rail, position_of, rank_at, slot_of, slot_there
+from ..copies import Copies, copies_of, entry_of, lowest, nth_bit, pop_lowest
+from ..domains import on_rail, position_of, rank_at, slot_of, slot_there
 from ..experts import holder_of
 from ..heap import Problem
 from ..ids import warp_id
-from ..quantized_sums import SumSlices
-from ..views import Floats, Ints, Records, Vectors
-from .pushed_in_format import add_pushed_in_format
-from .sending import batches_of, copy_rows, offset_of_batch, put_batch, row_in, vector_of, word_at, word_of
+from ..quantized_sums import SumSlices, add_slice, store_slice
+from ..token_major import copy_scalars
+from ..views import Ints, Records, Vectors
+from .relayed import row_in
+from .sending import batches_of, copy_rows, offset_of_batch, put_batch, vector_of, word_at, word_of
 
 VECTORS = 2
 """Number of vectors of a row that a lane adds up at a time."""
@@ -50,22 +51,17 @@ def number_there(problem: Problem, slot: Int32 | int, number: Int32) -> Int32:
 
 @cute.jit
 def ask(
-    ranks: sync.Ranks, ids: cutlass.Constexpr[bool], topk_idx: Ints, send_rows: Ints, tokens: Int32,
-    max_tokens: Int32, first: Int32, step: Int32,
+    ranks: sync.Ranks, ids: cutlass.Constexpr[bool], args: Any, first: Int32, step: Int32
 ) -> None:  # fmt: skip
     """By a warp, `first` of `step`: what this rank wants of its batches, from all other domains. `ids`: and which
-    experts its tokens name."""
+    experts its tokens name. `args`: those of the combine."""
     p = ranks.heap.problem
     lane = Int32(arch.lane_idx())
     batch = Int32(first)
-    while batch < batches_of(ranks, max_tokens) and ranks.goes_on:
+    while batch < batches_of(ranks, args.max_tokens) and ranks.goes_on:
         for i in cutlass.range(p.batch_tokens):
             token = batch * p.batch_tokens + i
-            row, expert = Int32(-1), Int32(-1)
-            if token < tokens and lane < p.top_k:
-                entry = token * p.top_k + lane
-                row = send_rows[entry]
-                expert = topk_idx[entry]
+            row, expert = entry_of(p, args, token, token < args.tokens)
             copies = copies_of(p, expert, row)
             theirs = slot_of(ranks, cutlass.max(copies.holder, 0))
             for slot in cutlass.range(1, p.num_domains):
@@ -268,12 +264,31 @@ def add_pushed(
             Vectors(to)[numbers[u]] = sums[4 * u : 4 * u + 4]
 
 
-def copy_scalars(ranks: sync.Ranks, heap: Int64, slot: Int32, holder: Int32, token: Int32) -> Floats:
-    """Return the `top_k` scalars of a token-major row of `holder`, in the heap of the token's owner or of its stager.
-    They use the space of a dispatch's messages, which has room for as many of each rank."""
+@cute.jit
+def add_pushed_in_format(
+    wire: cutlass.Constexpr[SumSlices], ranks: sync.Ranks, threads: cutlass.Constexpr[int], slot: Int32,
+    first_token: Int32, wanted: Int32, mask: Int32, to: Int64,
+) -> None:  # fmt: skip
+    """By a whole block: `add_pushed` of sums in a format, for the batch that begins with `first_token`: decode the sums
+    that were pushed, add them and quantize the result, which goes to the address `to`. A warp takes a slice of one."""
     p = ranks.heap.problem
-    row = (slot * p.domain_ranks + index_of(ranks, holder)) * p.max_tokens + token
-    return Floats(ranks.view("messages", heap).base, p.weights_each).part(row)
+    slices = wire.plain.slices
+    acc = cute.make_rmem_tensor((wire.plain.values,), Float32)
+    rows = ranks.view("rows", nbytes=wire.row_bytes)
+    pushed = Records(rows.at(slot * p.most_copies * p.max_tokens + first_token), wire.row_bytes)
+    for item in cutlass.range(Int32(warp_id()), Int32(arch.popc(mask)) * slices, threads // 32):
+        row = item // slices
+        piece = item - row * slices
+        token = nth_bit(mask, row)
+        copies = arch.shuffle_sync(wanted, token)
+        last = Int32(piece == slices - 1)
+        for i in range_constexpr(wire.plain.values):
+            acc[i] = Float32(0.0)
+        while copies != 0:
+            copy, copies = pop_lowest(copies)
+            at = pushed.at(copy * p.max_tokens + token) + piece * wire.slice_bytes
+            add_slice(wire, at, last, acc)
+        store_slice(wire, acc, Records(to, wire.row_bytes).at(row) + piece * wire.slice_bytes, last)
 
 
 @cute.jit
@@ -283,7 +298,7 @@ def pick_scalars(ranks: sync.Ranks, slot: Int32, batch: Int32) -> None:
     p = ranks.heap.problem
     domain, _ = position_of(ranks, ranks.rank)
     request = request_at(ranks, ranks.view("wanted_in").at(slot - 1, batch))
-    scalars = ranks.view("scalars").part(slot)
+    scalars = ranks.view("scalars")
     for i in cutlass.range(arch.lane_idx(), p.batch_tokens * p.top_k, arch.WARP_SIZE):
         of_batch = i // p.top_k
         k = i - of_batch * p.top_k
@@ -293,7 +308,7 @@ def pick_scalars(ranks: sync.Ranks, slot: Int32, batch: Int32) -> None:
             holder = holder_of(p, expert)
             theirs, _ = position_of(ranks, holder)
             if theirs == domain:
-                scalars[token * p.weights_each + k] = copy_scalars(ranks, ranks.own, slot, holder, token)[k]
+                scalars[slot, token, k] = copy_scalars(ranks, ranks.own, slot, holder, token)[k]
 
 
 @cute.jit
@@ -301,13 +316,13 @@ def put_scalars(ranks: sync.Ranks, owner: Int32, slot: Int32, batch: Int32) -> N
     """By a whole warp: those of a batch of another domain's tokens, whether or not they are of experts here."""
     p = ranks.heap.problem
     to = slot_there(ranks, slot)
-    first = batch * p.batch_tokens * p.weights_each
+    first = batch * p.batch_tokens
     here, there = ranks.offsets("scalars"), ranks.offsets("scalars_in")
-    tokens = cutlass.min(Int32(p.max_tokens - batch * p.batch_tokens), Int32(p.batch_tokens))
+    tokens = cutlass.min(Int32(p.max_tokens - first), Int32(p.batch_tokens))
     nbytes = tokens * (p.weights_each * here.step)
     word = word_at(ranks, "returned", to, batch)
     p.wire.put_signal(
-        ranks, owner, there.at(to - 1, first), here.at(slot, first), nbytes, word, word_of(ranks, 0)
+        ranks, owner, there.at(to - 1, first, 0), here.at(slot, first, 0), nbytes, word, word_of(ranks, 0)
     )  # fmt: skip
 
 

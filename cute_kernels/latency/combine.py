@@ -6,6 +6,10 @@ fp32 over ascending k, rounds, and stores the result in the owner's staging row 
 the packets of the other ranks that hold rows of the token (known from the route), and adds them in fp32 over ascending
 ranks. A block with both roles pushes first. Pushing never waits, so every wait ends if all blocks are co-resident.
 
+In the example of ../arrivals.py, rank 1 pushes the sums of row 0 and of rows 3 and 1 to the staging rows [1][0] and
+[0][1] of rank 0. For its own token 0, it adds what rank 0 has pushed to [0][0] and then row 2, because copies are added
+in the order of their numbers.
+
 Completion. The kernel has seen every line that the route expects before it exits. It waits for the hello flags of ranks
 without rows for this one, as the rule of two banks requires (sync.py).
 
@@ -21,13 +25,14 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_co
 from cutlass.cute import arch
 
 from .. import operation, ptx, sync
+from ..arrivals import given_row
 from ..barriers import WarpBarrier
-from ..copies import below, set_of
+from ..copies import below, entry_of, set_of
 from ..experts import holder_of
 from ..ids import block_ids, warp_id
 from ..rows import Width
 from ..views import Records
-from .combine_sender import BATCH, CombineSender, LatencyCombineArgs, report_bad_row
+from .combine_sender import BATCH, CombineSender, LatencyCombineArgs
 from .packets import (
     WARPS,
     WarpShare,
@@ -42,7 +47,7 @@ from .packets import (
 )
 from .reach import Peers
 from .sizes import PAYLOAD_BYTES
-from .sum_packets import numbers_in, scale_in, store_sums
+from .sum_packets import numbers_in, store_sums
 
 EPOCH_HELD = WarpBarrier(1, WARPS - 1, 1)
 """The barrier at which each warp reports that it has the epoch."""
@@ -138,27 +143,15 @@ class LatencyCombine(CombineSender):
             item += share.step
         self.trigger_dependents(share.warp)
         # Reported behind the loop, in which registers are scarce.
-        report_bad_row(ranks, last, args.num_rows)
-
-    @cute.jit
-    def entry_of(self, args: LatencyCombineArgs, token: Int32, lane: Int32) -> tuple[Int32, Int32]:
-        """Return the row and the expert of a lane's entry (of k) of a token, -1 for none."""
-        row, expert = Int32(-1), Int32(-1)
-        if lane < self.problem.top_k:
-            entry = token * self.problem.top_k + lane
-            row = args.send_rows[entry]
-            expert = args.topk_idx[entry]
-        return row, expert
+        given_row(ranks, last, args.num_rows)
 
     @cute.jit
     def named(self, ranks: sync.Ranks, args: LatencyCombineArgs, token: Int32, lane: Int32) -> Named:
         """Return which copies of a token exist, and which of them have rows."""
         p = self.problem
-        row, expert = self.entry_of(args, token, lane)
-        holder = holder_of(p, expert)
-        names = expert >= 0 and expert < p.num_experts
-        holders = set_of(p, holder, names)
-        bit = Int32(1) << below(holders, holder)
+        row, expert = entry_of(p, args, token, Boolean(True))
+        holder, names, number = self.numbered(expert)
+        bit = Int32(1) << number
         if row < 0 or not names:
             bit = Int32(0)
         expected = arch.warp_redux_sync(bit, "or")
@@ -167,6 +160,15 @@ class LatencyCombine(CombineSender):
         if bit == 0:
             row = Int32(-1)
         return Named(row, expected, arch.warp_redux_sync(bit, "or"))
+
+    @cute.jit
+    def numbered(self, expert: Int32) -> tuple[Int32, Boolean, Int32]:
+        """By a whole warp, whose lanes have the expert ids of a token: return the rank that holds a lane's expert,
+        whether there is such an expert, and the number of the copy at that rank."""
+        p = self.problem
+        holder = holder_of(p, expert)
+        names = expert >= 0 and expert < p.num_experts
+        return holder, names, below(set_of(p, holder, names), holder)
 
     @cute.jit
     def add_all(
@@ -193,9 +195,8 @@ class LatencyCombine(CombineSender):
         expert = Int32(-1)
         if arch.lane_idx() < p.top_k:
             expert = args.topk_idx[token * p.top_k + arch.lane_idx()]
-        holder = holder_of(p, expert)
-        names = expert >= 0 and expert < p.num_experts
-        if below(set_of(p, holder, names), holder) != number or not names:
+        holder, names, its = self.numbered(expert)
+        if its != number or not names:
             holder = Int32(0)
         return arch.warp_redux_sync(holder, "max")
 
@@ -235,9 +236,9 @@ class LatencyCombine(CombineSender):
 
     def unpacked(self, words: Any, u: int) -> list[Float32]:
         """By the whole warp: return the numbers in a lane's 16 bytes of packet u."""
-        mine = [words[4 * u + i] for i in range(4)]
+        mine = (words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3])
         if self.format:
-            return numbers_in(mine, scale_in(mine, Int32(arch.lane_idx())))
+            return numbers_in(mine, Int32(arch.lane_idx()))
         return ptx.unpack(mine, self.problem.dtype)
 
     def add(self, acc: Any, values: Any) -> None:

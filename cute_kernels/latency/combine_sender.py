@@ -13,18 +13,19 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute import arch
 
 from .. import ptx, sync
-from ..arrivals import lists
+from ..arrivals import given_row, lists
 from ..copies import pop_lowest
 from ..formats import Form
 from ..launch import Kernel, RankArgs
 from ..views import Floats, Ints
 from .lookup import look_up, row_at
 from .packets import WarpShare, Words, lane_vector, part_of, seal, st_line
+from .quantized import packets_of
 from .reach import Peers, heap_of
 from .row_sums import add_rows
 from .sizes import PACKET_BYTES, PAYLOAD_VECTORS, packets
 from .split import SplitOperation
-from .sum_packets import NUMBERS, packets_of, sum_words
+from .sum_packets import NUMBERS, sum_words
 
 BATCH = 4
 """Number of rows that a warp loads together; half as many for this rank's own tokens if there are more copies than
@@ -66,7 +67,9 @@ class CombineSender(SplitOperation, Kernel):
 
     @property
     def row_packets(self) -> int:
-        return packets_of(self.form) if self.format else packets(self.problem.row_bytes)
+        if self.format:
+            return packets_of(self.form, self.problem.top_k, False)
+        return packets(self.problem.row_bytes)
 
     @property
     def row_stride(self) -> int:
@@ -137,7 +140,7 @@ class CombineSender(SplitOperation, Kernel):
                 row = ahead
             item += 32 * step
         # Reported behind the loop, so that the loop stays short.
-        report_bad_row(ranks, last, args.num_rows)
+        given_row(ranks, last, args.num_rows)
 
     @cute.jit
     def sum_rows(
@@ -163,10 +166,3 @@ class CombineSender(SplitOperation, Kernel):
     def line_of(self, ranks: sync.Ranks, number: Int32, token: Int32) -> Int32:
         """Return the line of the owner's staging rows that the sum of a copy goes to."""
         return number * self.tokens + token
-
-
-@cute.jit
-def report_bad_row(ranks: sync.Ranks, row: Int32, num_rows: Int32) -> None:
-    """Reports a row that lies behind the `num_rows` that there are."""
-    if row >= num_rows:
-        sync.reject(ranks, sync.BAD_ROW, row, num_rows)

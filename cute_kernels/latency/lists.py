@@ -14,7 +14,6 @@ from cutlass import Int32, Uint32
 from cutlass.cute import arch
 
 from .. import arrivals
-from ..copies import low_bits
 from ..experts import holder_of, local_experts
 from ..heap import Problem
 from ..ids import thread_id, warp_id
@@ -79,7 +78,7 @@ def copy_number(problem: cutlass.Constexpr[Problem], rank: Int32, expert: Int32)
         key = Int32(-1)
     same = arch.match_sync(0xFFFFFFFF, key)
     leaders = arch.vote_ballot_sync(lower and (Int32(same) & Int32(arch.lanemask_lt())) == 0)
-    return Int32(arch.popc((Uint32(leaders) >> Uint32(lane // top_k * top_k)) & low_bits(top_k)))
+    return Int32(arch.popc((Uint32(leaders) >> Uint32(lane // top_k * top_k)) & Uint32((1 << top_k) - 1)))
 
 
 @cute.jit
@@ -89,7 +88,7 @@ def write_lists(problem: cutlass.Constexpr[Problem], tables: RouteTables, args: 
     Each warp takes consecutive groups of tokens, twice: it counts what they keep, and, when it has added up what the
     warps before it have, writes.
     """
-    tid, _, _ = arch.thread_idx()
+    tid = thread_id()
     lane = arch.lane_idx()
     warp = warp_id()
     lists = arrivals.lists(args.arrivals, args.capacity)

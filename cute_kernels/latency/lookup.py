@@ -52,19 +52,12 @@ def look_up(
     near = rows_near(p, args, arch.shuffle_sync(index, 0))
     if not listed or index >= total:
         copy = Copy(Int32(0), Int32(0), Int32(0), Int32(0))
-    return find(kernel, ranks, args, copy), near
-
-
-@cute.jit
-def find(kernel: cutlass.Constexpr[Any], ranks: sync.Ranks, args: Any, copy: Copy) -> Found:
-    """By each lane: where its copy goes. Copies of this rank's own tokens go nowhere."""
-    p = ranks.heap.problem
     copy = guarded(ranks, args.num_rows, args.max_tokens, copy)
     token, number = token_of(p, copy, args.max_tokens)
     rows = copy.rows
     if copy.source == ranks.rank:
-        rows = Int32(0)
-    return Found(copy.begin, rows, copy.source, kernel.line_of(ranks, number, token))
+        rows = Int32(0)  # copies of this rank's own tokens go nowhere
+    return Found(copy.begin, rows, copy.source, kernel.line_of(ranks, number, token)), near
 
 
 @cute.jit

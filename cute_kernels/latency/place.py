@@ -42,9 +42,9 @@ class RouteTables(Carried):
     `route` [W, packets of a route]: header and ids of each rank, as they arrived. `rows` [W, entries rounded up to
     32]: the result. `earlier` [warps, experts], of 16 bits: how many entries other warps have seen before. `start`,
     `limit`, `asked` [experts]: first row, row behind the last one that fits, number of entries. `found` [2, warps]: how
-    many copies and rows each warp has found (lists.py). Across NVLink domains `order` [W, tokens]: bundled.py. Of
-    token-major rows (place_tokens.py) `rows` is [W, tokens], `earlier` [warps, W], `start` [W], and `asked`
-    [2, local experts]: (row, k) that name each, all and dropped ones.
+    many copies and rows each warp has found (lists.py). Across NVLink domains `order` [W, tokens]: see
+    ../internode/bundled.py. Of token-major rows (place_tokens.py) `rows` is [W, tokens], `earlier` [warps, W], `start`
+    [W], and `asked` [2, local experts]: (row, k) that name each, all and dropped ones.
 
     How long each is says `table_ints`, which also bounds how many tokens there may be. `entries`: how many entries of
     each source may name an expert; 0 if some route is missing, so that nothing is placed.

@@ -152,7 +152,7 @@ def write_copies(ranks: Ranks, tables: RouteTables, args: Any, total: Int32, wei
     """By a whole block behind `place_tokens`, which has found `total` copies: the lists of what arrives, local ids, the
     weights of this rank's own tokens, and how many (row, k) name each expert. Warps take groups of tokens in turn."""
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
+    tid = thread_id()
     lane = arch.lane_idx()
     warp = warp_id()
     out = lists(args.arrivals, args.capacity)

@@ -17,7 +17,7 @@ from .. import ptx
 from ..copies import lowest
 from ..delivery import Arrived, Delivery
 from ..formats import Form
-from ..quantize import decode, encode, exact_scale, given_word, largest, of_group, scale_of
+from ..quantize import decode, encode, exact_scale, given_word, largest, of_group, scale_of, word_of_bytes
 from ..sync import Ranks
 from ..views import Records, Uint8s
 from .packets import Words, lane_offset, lane_vector, marks, store_payload
@@ -79,21 +79,17 @@ def row_words(
     else:
         vector = cutlass.min(first + lane, last)
         parts = p.itemsize  # 16 bytes each
-        numbers = cute.make_rmem_tensor((4 * parts,), Uint32)
+        numbers: list[Any] = []
         for part in range_constexpr(parts):
-            got = ptx.ld_v4(Records(args.x, p.row_bytes).at(token) + (vector * parts + part) * 16)
-            for i in range_constexpr(4):
-                numbers[4 * part + i] = got[i]
-        amax = of_group(largest(numbers, 0, 4 * parts, p.dtype), form.block // 16)
+            numbers.extend(ptx.ld_v4(Records(args.x, p.row_bytes).at(token) + (vector * parts + part) * 16))
+        amax = of_group(largest(numbers, p.dtype), form.block // 16)
         stored, inverse = scale_of(form.kind, amax)
-        codes = encode([numbers[i] for i in range(4 * parts)], inverse, p.dtype)
+        codes = encode(ptx.unpack(numbers, p.dtype), inverse)
         holder = (packet * VECTORS + mine - first) & 31
         if const_expr(form.in_bytes):
             if lane >= VECTORS or first + lane > last:
                 stored = Int32(0)
-            stored = stored << (8 * ((lane >> 1) & 3))
-            stored = stored | arch.shuffle_sync_bfly(stored, 2)
-            stored = stored | arch.shuffle_sync_bfly(stored, 4)
+            stored = word_of_bytes(stored, 2)
         for i in range_constexpr(4):
             words[i] = arch.shuffle_sync(codes[i], holder)
             scale = arch.shuffle_sync(stored, 8 * i)
@@ -119,19 +115,17 @@ def store_row(
 ) -> None:
     """By the whole warp: what a packet brought, to each row that a lane holds (-1: none)."""
     p, form = delivery.problem, delivery.form
-    stored = cute.make_rmem_tensor((4,), Int32)
-    for i in range_constexpr(4):
-        stored[i] = Int32(arch.shuffle_sync(words[i], SCALES_LANE))
+    stored = scales_in(words)
     offset = packet * CODES + lane_offset(lane)
     if lane_offset(lane) >= CODES:
         offset = Int32(p.hidden_size)  # behind all codes
     if const_expr(delivery.layout == ""):
         block = (packet * VECTORS + lane_vector(lane) - first_vector(form, packet)) * 16 // form.block
-        scale = exact_scale(form.kind, scale_in(form, stored, block))
-        numbers = decode(words, scale, p.dtype)
+        scale = exact_scale(form.kind, scale_in(form.in_bytes, stored, block))
+        numbers = ptx.pack(decode(words, scale), p.dtype)
     count = blocks_of(form)
     column = first_vector(form, packet) * 16 // form.block + lane
-    mine = scale_in(form, stored, lane)
+    mine = scale_in(form.in_bytes, stored, lane)
     holds = lane < count and column < form.scales
     if column >= form.scales:
         mine = Int32(0)
@@ -155,14 +149,20 @@ def store_row(
                     ptx.st_v4(out + 4 * i, numbers[i : i + 4])
 
 
+def scales_in(words: Words) -> list[Int32]:
+    """By the whole warp: return the 16 bytes of scales of a received packet."""
+    return [Int32(arch.shuffle_sync(word, SCALES_LANE)) for word in words]
+
+
 @cute.jit
-def scale_in(form: cutlass.Constexpr[Form], stored: Any, block: Int32) -> Int32:
-    """Return the scale of a packet's block from its 16 bytes of scales; any value for blocks that it does not have."""
-    index = block >> 2 if form.in_bytes else block
+def scale_in(in_bytes: cutlass.Constexpr[bool], stored: Any, block: Int32) -> Int32:
+    """Return the scale of a packet's block from its 16 bytes of scales; any value for blocks that it does not have.
+    `in_bytes`: scales are bytes, else words."""
+    index = block >> 2 if in_bytes else block
     found = stored[0]
     for i in range_constexpr(1, 4):
         if index == i:
             found = stored[i]
-    if const_expr(form.in_bytes):
+    if const_expr(in_bytes):
         found = (found >> (8 * (block & 3))) & 0xFF
     return found

@@ -82,11 +82,11 @@ class LatencyHeap(Heap):
 
     A route's address is [bank][source rank]. A row's is [bank][source rank][token] in a dispatch, in a combine
     [bank][copy of the token][token], which is no more: in each operation an address has one writer at most. Where rows
-    are bundled (bundled.py) it is [bank][source rank][number] in both.
+    are bundled (../internode/bundled.py) it is [bank][source rank][number] in both.
 
     Across NVLink domains each of these has a word (`routes_words`, `lines_words`), and what goes to other domains is
-    put together in a send area (far.py): a route by [bank][rank that it goes to], a row by [bank][rank that it goes
-    to][its owner's token, or its number].
+    put together in a send area (../internode/far.py): a route by [bank][rank that it goes to], a row by [bank][rank
+    that it goes to][its owner's token, or its number].
     """
 
     def __init__(self, p: Problem, tokens: int) -> None:

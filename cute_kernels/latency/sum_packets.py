@@ -14,10 +14,10 @@ from cutlass.cute import arch
 
 from .. import ptx
 from ..formats import Form
-from ..quantize import exact_scale, largest, of_group, scale_of
+from ..quantize import decode, encode, exact_scale, largest, quantize_sum, scale_of, word_of_bytes
 from ..rows import Width
 from .packets import Words, lane_offset, lane_vector, marks
-from .quantized import CODES, SCALES, SCALES_LANE, VECTORS, first_vector
+from .quantized import CODES, SCALES, VECTORS, first_vector, scale_in, scales_in
 from .row_sums import add_rows, fetch_rows
 
 NUMBERS = 16
@@ -25,11 +25,6 @@ NUMBERS = 16
 FEW_TOKENS = 32
 """With at most so many tokens, a warp fetches the rows of a sum that do not fit into its registers into L2 while it
 loads the first ones. With more tokens that is slower (benchmarks/results/notes.md)."""
-
-
-def packets_of(form: Form) -> int:
-    """Return the number of packets of a sum."""
-    return -(-form.hidden_size // CODES)
 
 
 @cute.jit
@@ -47,16 +42,11 @@ def sum_words(
     if args.max_tokens <= FEW_TOKENS:
         fetch_rows(width, args, row, offset, batch)
     add_rows(width, weighted, args, row, offset, vectors, batch, acc)
-    sums = [acc[i] for i in range(NUMBERS)]
-    amax = of_group(largest(ptx.pack(sums, "fp32"), 0, NUMBERS, "fp32"), form.block // NUMBERS)
-    stored, inverse = scale_of(form.kind, amax)
-    codes = [ptx.encode(sums[i : i + 4], inverse) for i in range(0, NUMBERS, 4)]
-    if const_expr(form.kind != "mx"):
-        stored = arch.shuffle_sync(stored >> 23, (packet * VECTORS - first + lane) & 31)
+    stored, codes = quantize_sum(form, [acc[i] for i in range(NUMBERS)])
+    if const_expr(form.block > 32):
+        stored = arch.shuffle_sync(stored, (packet * VECTORS - first + lane) & 31)
     # Two neighboring lanes have the byte of 32 numbers. Bytes of lanes behind the row's end are never read.
-    stored = stored << (8 * ((lane >> 1) & 3))
-    stored = stored | arch.shuffle_sync_bfly(stored, 2)
-    stored = stored | arch.shuffle_sync_bfly(stored, 4)
+    stored = word_of_bytes(stored, 2)
     mine = lane_vector(lane)
     words = cute.make_rmem_tensor((4,), Uint32)
     for i in range_constexpr(4):
@@ -69,21 +59,11 @@ def sum_words(
     return words[0], words[1], words[2], words[3]
 
 
-@cute.jit
-def scale_in(words: Any, lane: Int32) -> Float32:
-    """By the whole warp: return the scale of the codes in a lane's words of a received packet."""
-    block = lane_vector(lane) >> 1
-    found = Int32(0)
-    for i in range_constexpr(4):
-        word = Int32(arch.shuffle_sync(words[i], SCALES_LANE))
-        if block >> 2 == i:
-            found = word
-    return exact_scale("mx", (found >> (8 * (block & 3))) & 0xFF)
-
-
-def numbers_in(words: Any, scale: Float32) -> list[Float32]:
-    """Return the numbers of the codes in a lane's words. A lane with a mark has 8; the others are undefined."""
-    return [ptx.mul_rn(value, scale) for word in words for value in ptx.decode(word)]
+def numbers_in(words: Words, lane: Int32) -> list[Float32]:
+    """By the whole warp: return the numbers of the codes in a lane's words of a received packet. A lane with a mark has
+    8; the others are undefined."""
+    scale = exact_scale("mx", scale_in(True, scales_in(words), lane_vector(lane) >> 1))
+    return decode(words, scale)
 
 
 @cute.jit
@@ -106,8 +86,8 @@ def quantize_again(part: Any) -> None:
     lane = arch.lane_idx()
     vector = lane_vector(lane)
     sums = [part[i] for i in range(NUMBERS)]
-    most = largest(ptx.pack(sums[:8], "fp32"), 0, 8, "fp32")
-    others = largest(ptx.pack(sums[8:], "fp32"), 0, 8, "fp32")
+    most = largest(ptx.pack(sums[:8], "fp32"), "fp32")
+    others = largest(ptx.pack(sums[8:], "fp32"), "fp32")
     # Lanes that mark have half a vector: the other half is 8 lanes away.
     half = arch.shuffle_sync_bfly(most, 8)
     if marks(lane):
@@ -118,8 +98,6 @@ def quantize_again(part: Any) -> None:
     place = other % 15
     most = cutlass.max(most, arch.shuffle_sync(most, other // 15 * 16 + place + Int32(place >= 7)))
     stored, inverse = scale_of("mx", most)
-    scale = exact_scale("mx", stored)
-    for i in range_constexpr(0, NUMBERS, 4):
-        values = ptx.decode(ptx.encode(sums[i : i + 4], inverse))
-        for j in range_constexpr(4):
-            part[i + j] = ptx.mul_rn(values[j], scale)
+    values = decode(encode(sums, inverse), exact_scale("mx", stored))
+    for i in range_constexpr(NUMBERS):
+        part[i] = values[i]

@@ -25,6 +25,7 @@ from cutlass import Int32
 from cutlass.cute import arch
 
 from .. import ptx
+from ..ids import block_id, thread_id
 from ..launch import Launched
 from ..segments import inclusive_sum, padded
 from ..views import Ints
@@ -76,8 +77,8 @@ class MakeExpertLists(Launched):
 
     @cute.kernel
     def kernel(self, args: ExpertListsArgs) -> None:
-        tid, _, _ = arch.thread_idx()
-        bid, _, _ = arch.block_idx()
+        tid = thread_id()
+        bid = block_id()
         smem = cutlass.memory.SmemAllocator()
         sizes = (self.experts, self.experts, self.experts, 1)
         tables = ListTables(*(smem.allocate_tensor(Int32, cute.make_layout(size)) for size in sizes))

@@ -20,6 +20,7 @@ from cutlass.cute import arch
 
 from .. import ptx
 from ..arrivals import Lists, lists
+from ..ids import block_id, thread_id
 from ..launch import Launched
 from ..views import Ints
 from .expert_lists import share_of
@@ -59,8 +60,8 @@ class PlacesRoute(Launched):
 
     @cute.kernel
     def kernel(self, args: PlacesRouteArgs) -> None:
-        tid, _, _ = arch.thread_idx()
-        bid, _, _ = arch.block_idx()
+        tid = thread_id()
+        bid = block_id()
         smem = cutlass.memory.SmemAllocator()
         before = smem.allocate_tensor(Int32, cute.make_layout(1))
         if tid == 0:

@@ -17,7 +17,7 @@ from cutlass.cute import arch
 
 from .. import ptx
 from ..copies import pop_lowest
-from ..ids import warp_id
+from ..ids import block_id, warp_id
 from ..views import Floats, Ints, Records
 from .row_pieces import WARPS, RowPieces
 
@@ -55,7 +55,7 @@ class SumRows(RowPieces):
 
     @cute.kernel
     def kernel(self, args: SumRowsArgs) -> None:
-        bid, _, _ = arch.block_idx()
+        bid = block_id()
         first_item = bid * WARPS + warp_id()
         rows = args.rows
         if const_expr(self.bounded):

@@ -22,7 +22,7 @@ from cutlass.cute import arch
 
 from .. import ptx
 from ..delivery import Arrived, Delivery
-from ..ids import warp_id
+from ..ids import block_id, warp_id
 from ..quantize import encode, largest, numbers_of, of_group, scale_of, store_codes
 from ..segments import inclusive_sum, padded
 from ..views import Floats, Ints, Records
@@ -77,7 +77,7 @@ class SwiGLURows(RowPieces):
 
     @cute.kernel
     def kernel(self, args: SwiGLUArgs) -> None:
-        bid, _, _ = arch.block_idx()
+        bid = block_id()
         lane = arch.lane_idx()
         item = bid * WARPS + warp_id()
         before = Int32(0)
@@ -108,7 +108,7 @@ class SwiGLURows(RowPieces):
         """By a warp."""
         first = number * (32 * self.ahead) + arch.lane_idx()
         if const_expr(self.backward):
-            self.give_back(args, row, kept, first)
+            self.give_back(args, row, kept, first, Float32(1.0))
         elif const_expr(self.format == ""):
             self.store(Records(args.out, self.width.row_bytes).at(row), first, self.made(args, row, kept, first))
         else:
@@ -147,15 +147,44 @@ class SwiGLURows(RowPieces):
         return made
 
     @cute.jit
-    def give_back(self, args: SwiGLUArgs, row: Int32, kept: Boolean, first: Int32) -> None:
-        """Store the gradients, with s = sigmoid(gate): gate' = grad up s (1 + gate (1 - s)), up' = grad gate s."""
+    def give_back_weighted(self, args: SwiGLUArgs, row: Int32, kept: Boolean) -> None:
+        """By a warp, for a whole row with weight w: store the gradients of gates and ups, times w; w silu(gate) up; and
+        the dot product of grad and silu(gate) up, whose order is fixed."""
+        lane = arch.lane_idx()
+        weight = Float32(0.0)
+        if kept:
+            weight = args.weights[row]
+        dot = Float32(0.0)
+        for number in cutlass.range(self.pieces):
+            dot += self.give_back(args, row, kept, number * (32 * self.ahead) + lane, weight)
+        for i in range_constexpr(5):
+            dot += arch.shuffle_sync_bfly(dot, 16 >> i)
+        if lane == 0:
+            args.dots[row] = dot
+
+    @cute.jit
+    def give_back(self, args: SwiGLUArgs, row: Int32, kept: Boolean, first: Int32, weight: Float32) -> Float32:
+        """Store a lane's gradients of a piece, with s = sigmoid(gate): gate' = grad up s (1 + gate (1 - s)),
+        up' = grad gate s. If `weighted`, store the weighted result as well, and return a lane's part of the dot
+        product."""
         words = self.operands(args, row, kept, first)
-        of_gates = cute.make_rmem_tensor((4 * self.ahead,), Uint32)
-        of_ups = cute.make_rmem_tensor((4 * self.ahead,), Uint32)
+        of_gates, of_ups, made = (cute.make_rmem_tensor((4 * self.ahead,), Uint32) for _ in range(3))
+        dot = Float32(0.0)
         for u in range_constexpr(self.ahead):
             gates, ups = self.numbers(words, u), self.numbers(words, self.ahead + u)
             grads = self.numbers(words, 2 * self.ahead + u)
             shares = [ptx.sigmoid(gate) for gate in gates]
+            if const_expr(self.weighted):
+                values = [gate * s * up for gate, up, s in zip(gates, ups, shares, strict=True)]
+                part = Float32(0.0)
+                for grad, value in zip(grads, values, strict=True):
+                    part = part + grad * value
+                if first + u * 32 < self.vectors:  # lanes behind the end of the row hold its last vector again
+                    dot += part
+                grads = [grad * weight for grad in grads]
+                packed = ptx.pack([value * weight for value in values], self.dtype)
+                for i in range_constexpr(4):
+                    made[4 * u + i] = packed[i]
             by_gate = [
                 grad * up * s * (Float32(1.0) + gate * (Float32(1.0) - s))
                 for gate, up, grad, s in zip(gates, ups, grads, shares, strict=True)
@@ -168,58 +197,8 @@ class SwiGLURows(RowPieces):
         out = Records(args.out, 2 * self.width.row_bytes).at(row)
         self.store(out, first, of_gates)
         self.store(out + self.width.row_bytes, first, of_ups)
-
-    @cute.jit
-    def give_back_weighted(self, args: SwiGLUArgs, row: Int32, kept: Boolean) -> None:
-        """By a warp, for a whole row with weight w: store the gradients of gates and ups, times w; w silu(gate) up; and
-        the dot product of grad and silu(gate) up, whose order is fixed."""
-        lane = arch.lane_idx()
-        weight = Float32(0.0)
-        if kept:
-            weight = args.weights[row]
-        dot = Float32(0.0)
-        for number in cutlass.range(self.pieces):
-            dot += self.give_back_piece(args, row, kept, number * (32 * self.ahead) + lane, weight)
-        for i in range_constexpr(5):
-            dot += arch.shuffle_sync_bfly(dot, 16 >> i)
-        if lane == 0:
-            args.dots[row] = dot
-
-    @cute.jit
-    def give_back_piece(
-        self, args: SwiGLUArgs, row: Int32, kept: Boolean, first: Int32, weight: Float32
-    ) -> Float32:  # fmt: skip
-        """Store a lane's part of a piece, and return its part of the dot product."""
-        words = self.operands(args, row, kept, first)
-        each = 4 * self.ahead
-        of_gates, of_ups, made = (cute.make_rmem_tensor((each,), Uint32) for _ in range(3))
-        dot = Float32(0.0)
-        for u in range_constexpr(self.ahead):
-            gates, ups = self.numbers(words, u), self.numbers(words, self.ahead + u)
-            grads = self.numbers(words, 2 * self.ahead + u)
-            shares = [ptx.sigmoid(gate) for gate in gates]
-            values = [gate * s * up for gate, up, s in zip(gates, ups, shares, strict=True)]
-            part = Float32(0.0)
-            for grad, value in zip(grads, values, strict=True):
-                part = part + grad * value
-            if first + u * 32 < self.vectors:  # lanes behind the end of the row hold its last vector again
-                dot += part
-            grads = [grad * weight for grad in grads]
-            by_gate = [
-                grad * up * s * (Float32(1.0) + gate * (Float32(1.0) - s))
-                for gate, up, grad, s in zip(gates, ups, grads, shares, strict=True)
-            ]
-            by_up = [grad * (gate * s) for gate, grad, s in zip(gates, grads, shares, strict=True)]
-            weighted = [value * weight for value in values]
-            packed = [ptx.pack(numbers, self.dtype) for numbers in (by_gate, by_up, weighted)]
-            for i in range_constexpr(4):
-                of_gates[4 * u + i] = packed[0][i]
-                of_ups[4 * u + i] = packed[1][i]
-                made[4 * u + i] = packed[2][i]
-        out = Records(args.out, 2 * self.width.row_bytes).at(row)
-        self.store(out, first, of_gates)
-        self.store(out + self.width.row_bytes, first, of_ups)
-        self.store(Records(args.made, self.width.row_bytes).at(row), first, made)
+        if const_expr(self.weighted):
+            self.store(Records(args.made, self.width.row_bytes).at(row), first, made)
         return dot
 
     def numbers(self, words: Any, vector: int) -> Sequence[Float32]:
@@ -232,8 +211,9 @@ class SwiGLURows(RowPieces):
         codes_at, scales_at = Records(to.rows, self.hidden_size).at(row), delivery.scales_at(to, row)
         for u in range_constexpr(self.ahead):
             vector = first + u * 32
-            stored, inverse = scale_of(form.kind, of_group(largest(words, 4 * u, 4, dtype), lanes))
-            codes = encode([words[4 * u + i] for i in range(4)], inverse, dtype)
+            mine = [words[4 * u + i] for i in range(4)]
+            stored, inverse = scale_of(form.kind, of_group(largest(mine, dtype), lanes))
+            codes = encode(ptx.unpack(mine, dtype), inverse)
             if vector < self.vectors:
                 store_codes(codes_at, vector, codes)
                 if vector % lanes == 0:

@@ -16,7 +16,7 @@ from cutlass.cute import arch
 from .. import ptx
 from ..carried import Carried
 from ..copies import lowest
-from ..quantized_sums import numbers_at, scale_at, store_slice
+from ..quantized_sums import SumSlices, numbers_at, store_slice
 from ..slices import Slices
 from ..views import Records
 from .outbox import Outbox, close, post
@@ -90,30 +90,35 @@ class ItemRows(NamedTuple):
 class RowAdder:
     """The work of a warp that sums items (pipeline.Work). Subclasses look items up."""
 
-    @property
-    def slices(self) -> Slices:
-        """Slices of rows."""
-        raise NotImplementedError
-
-    weighted: ClassVar[Any] = False
-    """Whether rows are multiplied by weights."""
-    extra: ClassVar[Any] = False
-    """Whether an item may have an extra row."""
+    kernel: Any
+    """The combine (`combine.Combine`)."""
+    pushes: ClassVar[bool] = False
+    """Whether a warp adds rows of experts and pushes the sums, in the format if there is one. If not, it adds such
+    sums, and rows of the dtype if they are extra ones or its own."""
     own: ClassVar[bool] = False
     """Whether rows of this rank are added to a sum of the other rank (`combine.OwnRowsAdder`)."""
-    wire: ClassVar[Any] = None
-    """Layout of sums that are sent in a format."""
-    encodes: ClassVar[bool] = False
-    """Whether a warp stores its sums in the format. If not, it adds such sums, and rows of the dtype if they are extra
-    ones or its own."""
     part_numbers: ClassVar[Any] = 1
     """Numbers of a lane's second sum."""
 
-    def scout(self, lists: Any, item: Int32) -> Any:
-        raise NotImplementedError
+    @property
+    def slices(self) -> Slices:
+        """Slices of rows."""
+        return self.kernel.slices if self.pushes or self.own else self.kernel.sum_slices
 
-    def peek(self, lists: Any, scouted: Any) -> Any:
-        raise NotImplementedError
+    @property
+    def weighted(self) -> bool:
+        """Whether rows are multiplied by weights."""
+        return self.kernel.weighted and (self.pushes or self.own)
+
+    @property
+    def extra(self) -> bool:
+        """Whether an item may have an extra row, the residual."""
+        return self.kernel.residual and not self.pushes
+
+    @property
+    def wire(self) -> SumSlices | None:
+        """Layout of sums that are sent in a format."""
+        return self.kernel.in_format
 
     def fetch(self, lists: Any, scouted: Any, peeked: Any) -> ItemRows:
         """Return the rows of an item."""
@@ -121,7 +126,7 @@ class RowAdder:
 
     @property
     def decodes(self) -> bool:
-        return self.wire is not None and not self.encodes
+        return self.wire is not None and not self.pushes
 
     @property
     def mixes(self) -> bool:
@@ -131,7 +136,7 @@ class RowAdder:
     @property
     def stored_bytes(self) -> int:
         """Bytes of a slice of a sum in the memory that it is stored in."""
-        return self.wire.slice_bytes if self.wire is not None and self.encodes else self.slices.slice_bytes
+        return self.wire.slice_bytes if self.wire is not None and self.pushes else self.slices.slice_bytes
 
     def nothing(self) -> SumJob:
         none: Any = Int64(0) if self.extra else Int32(0)
@@ -228,7 +233,7 @@ class RowAdder:
         else:
             self.add(at, mark, acc, part, notes.weights + note)
         self.close_part(mark, acc)
-        if const_expr(self.wire is not None and self.encodes):
+        if const_expr(self.wire is not None and self.pushes):
             if mark & LAST != 0:
                 store_slice(self.wire, acc, (notes.targets + note).load(), mark & END)
         elif mark & LAST != 0:
@@ -265,7 +270,7 @@ class RowAdder:
         wire: Any = self.wire
         n = wire.numbers
         for u in range_constexpr(self.slices.vectors):
-            values = numbers_at(wire, stage, u, scale_at(wire, stage, u))
+            values = numbers_at(wire, stage, u)
             for i in range_constexpr(n):
                 acc[n * u + i] = ptx.add_rn(acc[n * u + i], values[i])
 

@@ -10,6 +10,11 @@ token's residual. Pushers never wait, so every wait ends.
 With two ranks, owners also add the rows that their own rank has of their tokens (`adds_own`), and pushers process the
 other rank's tokens only. Memory limits such a combine, and half of all sums then need not be staged.
 
+In the example of ../arrivals.py, rank 1 has three copies: the sums of row 0, of rows 3 and 1, and of row 2. The first
+two go to the staging rows [1][0] and [0][1] of rank 0, which adds its own row 0 and [1][0] for its token 0, and takes
+[0][1] for token 1. The third copy is of rank 1's own token 0. With more ranks it would be pushed to row [1][0] of rank
+1 itself; with two, the block that sums this token adds row 2 and what rank 0 has pushed to [0][0].
+
 A separate warp of each pushing block sets its flags (outbox.py), so that no row waits for a fence.
 
 Sums can be sent in a format (../quantized_sums.py): pushers quantize sums instead of rounding them, rows of staging
@@ -40,23 +45,22 @@ from ..arrivals import (
     row_of,
     token_of,
 )  # fmt: skip
-from ..copies import Copies, copies_of
+from ..copies import Copies, copies_of, entry_of
 from ..experts import holder_of
 from ..formats import Form
 from ..heap import CLAIMS, SEND, Heap
-from ..ids import block_ids, warp_id
-from ..internode.sums import copy_scalars
+from ..ids import block_id, block_ids, thread_id, warp_id
 from ..launch import RankArgs
-from ..quantized_sums import SumSlices, quantize_sum
+from ..quantized_sums import SumSlices, requantize_slice
 from ..rows import zero_row
 from ..slices import Slices
+from ..token_major import copy_scalars
 from ..views import Floats, Ints, Records
 from .adder import JOINS, OTHER_LANE, ItemRows, Notes, RowAdder, RowBases, add_items, round_sum
 from .outbox import close, deliver, new_outbox, post
 from .pipeline import Items, deal_out
-from .placing import number_of_weight
 from .ring import Ring, RingShape, SlicedKernel, init_ring_barriers
-from .surplus import BlockBudget, Parts, count_parts
+from .surplus import surplus_blocks
 
 
 class ThroughputCombineArgs(NamedTuple):
@@ -131,8 +135,8 @@ class Combine(SlicedKernel):
         if wire:
             # With a residual or own rows a stage may also contain a slice of a row of the dtype.
             room = max(wire.slice_bytes, wire.plain.slice_bytes if self.residual or self.adds_own else 0)
-            return RingShape.pieces_of(wire.row_bytes, self.WARPS, wire.slice_bytes, room)
-        return RingShape.slices(self.sum_slices, self.WARPS)
+            return RingShape.of_slices(wire.row_bytes, self.WARPS, wire.slice_bytes, room)
+        return RingShape.of_slices(self.sum_slices.row_bytes, self.WARPS, self.sum_slices.slice_bytes)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -143,7 +147,7 @@ class Combine(SlicedKernel):
         bid, blocks = block_ids()
         ranks = sync.Ranks(Heap.of(self.problem), args.ranks)
         p, rings = self.problem, (self.ring, self.sum_ring)
-        tid, _, _ = arch.thread_idx()
+        tid = thread_id()
         if bid == 0:
             operation.say_hello(ranks, tid, 32 * (self.WARPS + 1), True)
         smem = cutlass.memory.SmemAllocator()
@@ -157,12 +161,10 @@ class Combine(SlicedKernel):
         sources = smem.allocate_tensor(Int32, cute.make_layout(p.world_size + 1))
         found = smem.allocate_tensor(Int32, cute.make_layout(1))
         outbox = new_outbox(smem, self.WARPS)
-        share = BlockBudget(args.pushers, args.expected, args.joining)
-        parts = Parts(ranks, args.arrivals, args.num_rows, Int32(0), share, found)
         dealt = blocks
         if bid >= args.pushers and args.joining > 0:
             if tid == 0:
-                count_parts(parts, SEND)
+                found[0] = surplus_blocks(ranks, args, args.pushers, args.joining, SEND)
             arch.sync_threads()
             dealt -= found[0]
         self.take_part(ranks, dealt, (outbox, buffers, barriers, notes, sources), args)
@@ -171,7 +173,7 @@ class Combine(SlicedKernel):
     @cute.jit
     def take_part(self, ranks: sync.Ranks, dealt: Int32, shared: Any, args: ThroughputCombineArgs) -> None:
         """Do a block's share. The blocks behind `dealt` push, although no items are dealt out to them."""
-        bid, _, _ = arch.block_idx()
+        bid = block_id()
         warp = warp_id()
         outbox, buffers, barriers, notes, sources = shared
         pushers = args.pushers
@@ -244,34 +246,10 @@ class Combine(SlicedKernel):
 
 
 @dataclass(frozen=True)
-class CombineAdder(RowAdder):
-    """Adds rows of this rank's experts, or only sums that ranks have pushed."""
-
-    kernel: Combine
-
-    @property
-    def adds_rows(self) -> bool:
-        """Whether it adds rows of experts."""
-        return self.encodes or self.own
-
-    @property
-    def slices(self) -> Slices:
-        return self.kernel.slices if self.adds_rows else self.kernel.sum_slices
-
-    @property
-    def weighted(self) -> bool:
-        return self.kernel.weighted and self.adds_rows
-
-    @property
-    def wire(self) -> SumSlices | None:
-        return self.kernel.in_format
-
-
-@dataclass(frozen=True)
-class PushAdder(CombineAdder):
+class PushAdder(RowAdder):
     """Adds the rows of copies at this rank, and pushes the sums. An item is a copy."""
 
-    encodes: ClassVar[bool] = True
+    pushes: ClassVar[bool] = True
 
     @cute.jit
     def items(self, ranks: sync.Ranks, walk: Walk) -> Int32:
@@ -320,7 +298,7 @@ class PushAdder(CombineAdder):
             if const_expr(kernel.scalars and not kernel.token_major):
                 scalar = args.row_scalars[row]
                 k = cutlass.max(asker, 0) % p.top_k
-                ranks.view("scalars", heap).part(slot)[number_of_weight(p, token * p.top_k + k)] = scalar
+                ranks.view("scalars", heap)[slot, token, k] = scalar
         if const_expr(kernel.scalars and kernel.token_major):
             first = arch.shuffle_sync(row, 0)
             lane = arch.lane_idx()
@@ -341,12 +319,8 @@ class PushAdder(CombineAdder):
 
 
 @dataclass(frozen=True)
-class OwnerAdder(CombineAdder):
+class OwnerAdder(RowAdder):
     """Adds the sums of this rank's tokens, which other ranks and this one have pushed. An item is a token."""
-
-    @property
-    def extra(self) -> bool:
-        return self.kernel.residual
 
     def bases(self, ranks: sync.Ranks, args: ThroughputCombineArgs) -> RowBases:
         """Return the addresses of the rows to add."""
@@ -359,15 +333,9 @@ class OwnerAdder(CombineAdder):
 
     @cute.jit
     def peek(self, lists: Any, scouted: Int32) -> tuple[Int32, Int32]:
-        """Return a lane's entry of send_rows and topk_idx of one of this rank's tokens."""
+        """Return a lane's row and expert of one of this rank's tokens."""
         args = lists[1]
-        lane = arch.lane_idx()
-        row, expert = Int32(-1), Int32(-1)
-        if scouted < args.tokens and lane < self.kernel.problem.top_k:
-            entry = scouted * self.kernel.problem.top_k + lane
-            row = args.send_rows[entry]
-            expert = args.topk_idx[entry]
-        return row, expert
+        return entry_of(self.kernel.problem, args, scouted, scouted < args.tokens)
 
     @cute.jit
     def fetch(self, lists: Any, scouted: Int32, peeked: Any) -> ItemRows:
@@ -454,8 +422,7 @@ class OwnerAdder(CombineAdder):
     @cute.jit
     def address_of_returned(self, ranks: sync.Ranks, holder: Int32, token: Int32, k: Int32) -> Int64:
         """Return the address of the scalar that a rank returns to this one."""
-        p = self.kernel.problem
-        at = ranks.view("scalars").at(0, number_of_weight(p, token * p.top_k + k))
+        at = ranks.view("scalars").at(0, token, k)
         if const_expr(self.kernel.token_major):
             at = copy_scalars(ranks, ranks.own, Int32(0), holder, token).at(k)
         return at
@@ -473,7 +440,7 @@ class OwnRowsAdder(OwnerAdder):
 
     @cute.jit
     def scout(self, lists: Any, item: Int32) -> tuple[Int32, Int32, Int32]:
-        """Return one of this rank's tokens, and a lane's entry of send_rows and topk_idx."""
+        """Return one of this rank's tokens, and a lane's row and expert of it."""
         row, expert = OwnerAdder.peek(self, lists, item)
         return item, row, expert
 
@@ -543,6 +510,6 @@ class OwnRowsAdder(OwnerAdder):
         """Round or quantize the sum of this rank's rows after the last one."""
         if mark & JOINS != 0:
             if const_expr(self.wire is not None):
-                quantize_sum(self.wire, acc)
+                requantize_slice(self.wire, acc)
             else:
                 round_sum(self.slices, acc)

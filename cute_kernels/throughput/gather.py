@@ -20,9 +20,10 @@ from cutlass.cute import arch
 
 from .. import operation, ptx, sync
 from ..arrivals import given_row
+from ..copies import entry_of
 from ..experts import holder_of
 from ..heap import CLAIMS, Heap
-from ..ids import block_ids, warp_id
+from ..ids import block_ids, thread_id, warp_id
 from ..launch import RankArgs
 from ..views import Ints, Records, Words
 from .pipeline import deal_out, run
@@ -70,7 +71,7 @@ class Gather(SlicedKernel):
     @cute.kernel
     def kernel(self, args: GatherArgs) -> None:
         p, shape = self.problem, self.ring
-        tid, _, _ = arch.thread_idx()
+        tid = thread_id()
         bid, blocks = block_ids()
         ranks = sync.Ranks(Heap.of(p), args.ranks)
         # Earlier kernels wrote the rows, bulk copies of the peers read them.
@@ -115,24 +116,50 @@ class Gather(SlicedKernel):
 
     @cute.jit
     def peek(self, lists: Any, item: Int32) -> tuple[Int32, Int32]:
-        """Return a lane's entry of topk_idx and send_rows of the item's token, -1 for none."""
+        """Return a lane's row and expert of the item's token."""
         _, args, items = lists
-        top_k = self.problem.top_k
-        lane = arch.lane_idx()
-        expert, row = Int32(-1), Int32(-1)
-        if item < items and lane < top_k:
-            entry = item // self.ring.pieces * top_k + lane
-            expert = args.topk_idx[entry]
-            row = args.send_rows[entry]
-        return expert, row
+        return entry_of(self.problem, args, item // self.ring.pieces, item < items)
 
     def nothing(self) -> GatherJob:
         return GatherJob(Int32(0), Int32(0), Int64(0), Int32(0))
 
     @cute.jit
     def begin(self, lists: Any, state: Any, item: Int32, scouted: Int32, peeked: tuple[Int32, Int32]) -> GatherJob:
-        expert, row = peeked
-        held, target, piece = self.order_rows(lists, item, expert, row, state[0][0])
+        """Return the job of an item. The addresses of its rows, with their rank marks, are put into `order`: by rank,
+        then by k."""
+        ranks, args, _ = lists
+        row, expert = peeked
+        p, shape, order = self.problem, self.ring, state[0][0]
+        token, piece = item // shape.pieces, item % shape.pieces
+        at = piece * shape.piece_bytes
+        target = Records(args.out, p.row_bytes).at(token) + at
+        row = given_row(ranks, row, args.num_rows)
+        holder = Int32(-1)
+        if row >= 0:
+            holder = holder_of(p, expert)
+        same = arch.match_sync(0xFFFFFFFF, holder)
+        held = Int32(arch.popc(arch.vote_ballot_sync(row >= 0)))
+        mark = Int32(0)
+        below = Int32(arch.popc(same & arch.lanemask_lt()))
+        position = below
+        for k in range_constexpr(p.top_k):
+            other = arch.shuffle_sync(holder, k)
+            if other >= 0 and other < holder:
+                position += 1
+        if below == 0:
+            mark = mark | OPENS
+        if below == Int32(arch.popc(same)) - 1:
+            mark = mark | CLOSES
+        # Lane 0 has read the order of the item before.
+        arch.sync_warp()
+        if row >= 0:
+            address = Records(ptx.ld_constant(args.bases.at(holder)), p.row_bytes).at(row) + at
+            (order + position).store(address + mark)
+        arch.sync_warp()
+        if held == 0:
+            end = cutlass.min(p.row_bytes - at, shape.piece_bytes)
+            for i in cutlass.range(arch.lane_idx() * 16, end, 32 * 16):
+                ptx.st_v4(target + i, (Int32(0), Int32(0), Int32(0), Int32(0)))
         return GatherJob(held, Int32(0), target, piece)
 
     def left(self, job: GatherJob) -> Boolean:
@@ -190,49 +217,6 @@ class Gather(SlicedKernel):
             for u in range_constexpr(slices.vectors):
                 if u * 512 + lane * 16 < behind:
                     ptx.st_v4(to + u * 512, ptx.pack(of_vector(slices.dtype, total, u), slices.dtype))
-
-    @cute.jit
-    def order_rows(
-        self, context: Any, item: Int32, expert: Int32, row: Int32, order: Any
-    ) -> tuple[Int32, Int64, Int32]:
-        """Puts the addresses of the item's rows, with their rank marks, into `order`: by rank, then by k.
-
-        Returns how many there are, where the sum goes, and the piece.
-        """
-        ranks, args, items = context
-        p, shape = self.problem, self.ring
-        lane = arch.lane_idx()
-        token, piece = item // shape.pieces, item % shape.pieces
-        at = piece * shape.piece_bytes
-        target = Records(args.out, p.row_bytes).at(token) + at
-        row = given_row(ranks, row, args.num_rows)
-        holder = Int32(-1)
-        if row >= 0:
-            holder = holder_of(p, expert)
-        same = arch.match_sync(0xFFFFFFFF, holder)
-        held = Int32(arch.popc(arch.vote_ballot_sync(row >= 0)))
-        mark = Int32(0)
-        below = Int32(arch.popc(same & arch.lanemask_lt()))
-        position = below
-        for k in range_constexpr(p.top_k):
-            other = arch.shuffle_sync(holder, k)
-            if other >= 0 and other < holder:
-                position += 1
-        if below == 0:
-            mark = mark | OPENS
-        if below == Int32(arch.popc(same)) - 1:
-            mark = mark | CLOSES
-        # Lane 0 has read the order of the item before.
-        arch.sync_warp()
-        if row >= 0:
-            address = Records(ptx.ld_constant(args.bases.at(holder)), p.row_bytes).at(row) + at
-            (order + position).store(address + mark)
-        arch.sync_warp()
-        if held == 0:
-            end = cutlass.min(p.row_bytes - at, shape.piece_bytes)
-            for i in cutlass.range(lane * 16, end, 32 * 16):
-                ptx.st_v4(target + i, (Int32(0), Int32(0), Int32(0), Int32(0)))
-        return held, target, piece
 
 
 def of_vector(dtype: str, numbers: Any, u: int) -> list[Float32]:

@@ -10,6 +10,7 @@ from cutlass.cute import arch
 from .. import ptx
 from ..carried import Carried
 from ..domains import near_rank
+from ..ids import thread_id
 from ..sync import Ranks
 
 
@@ -41,7 +42,7 @@ class Outbox(Carried):
 @cute.jit
 def new_outbox(smem: Any, workers: cutlass.Constexpr[int]) -> Outbox:
     """By the whole block."""
-    tid, _, _ = arch.thread_idx()
+    tid = thread_id()
     queue = smem.allocate_array(Int32, workers * Outbox.DEPTH)
     posted = smem.allocate_array(Int32, workers)
     taken = smem.allocate_array(Int32, workers)

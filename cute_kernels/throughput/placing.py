@@ -69,7 +69,7 @@ def place_tile(ranks: Ranks, ok: Int32, tile: Int32, tables: PlacingTables, args
     incomplete, and no pull kernel may read them (`sync.decide`).
     """
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
+    tid = thread_id()
     out = lists(args.arrivals, args.num_rows)
     sum_counts(ranks, ok, tile, tables)
     arch.sync_threads()
@@ -113,7 +113,7 @@ def finish_tile(ranks: Ranks, weighted: cutlass.Constexpr[bool], tile: Int32, ta
 def sum_counts(ranks: Ranks, ok: Int32, tile: Int32, tables: PlacingTables) -> None:
     """By one block: the sums of the counts in all ranks' messages; zeros where `ok` is 0."""
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
+    tid = thread_id()
     world_size, num_experts, local = p.world_size, p.num_experts, p.local_experts
     first_local, end_local = local_experts(p, ranks.rank)
     for i in cutlass.range(tid, num_experts, THREADS):
@@ -316,7 +316,7 @@ def exchange_kept(ranks: Ranks, tile: Int32, tables: PlacingTables) -> None:
     """One block: exchange with the other blocks of this rank how many entries each keeps. All tile blocks are
     co-resident (publish.py), and all of them call this, because they know the same counts."""
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
+    tid = thread_id()
     # The block's counts come before the release.
     arch.sync_threads()
     if tid == 0:

@@ -70,7 +70,7 @@ def place_copies(ranks: Ranks, ok: Int32, tile: Int32, tables: CopyTables, args:
 def finish_copies(ranks: Ranks, tile: Int32, tables: CopyTables, args: Any, weights: cutlass.Constexpr[bool]) -> None:
     """One block, a barrier after `place_copies`: write what no row depends on."""
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
+    tid = thread_id()
     parts = max(1, THREADS // 32 // p.world_size)
     for unit in cutlass.range(tid // 32, p.world_size * parts, THREADS // 32):
         source = unit % p.world_size
@@ -128,7 +128,7 @@ def column_of_copies(ranks: Ranks, rank: Int32) -> Int32:
 def gather_copies(ranks: Ranks, ok: Int32, tile: Int32, tables: CopyTables) -> None:
     """Sum the counts of all tiles of all ranks; zeros if `ok` is 0."""
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
+    tid = thread_id()
     world_size, held = p.world_size, p.local_experts
     first_local, end_local = local_experts(p, ranks.rank)
     for i in cutlass.range(tid, world_size, THREADS):

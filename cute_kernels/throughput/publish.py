@@ -155,7 +155,7 @@ class Publish(Kernel):
     def do_tile(self, ranks: sync.Ranks, smem: Any, tile: Int32, args: PublishArgs) -> None:
         """One block: publish a tile of this rank's tokens, and place that tile of all ranks."""
         p = self.problem
-        tid, _, _ = arch.thread_idx()
+        tid = thread_id()
         failed = smem.allocate_tensor(Int32, cute.make_layout(1))
         if tid == 0:
             failed[0] = 0
@@ -217,7 +217,7 @@ class Publish(Kernel):
         """One block: release its tile's messages and weights to all ranks, and acquire those of all tiles of all ranks.
         Return 0 if some never arrived."""
         p = self.problem
-        tid, _, _ = arch.thread_idx()
+        tid = thread_id()
         # Orders all of the block's stores before the release of the flags.
         arch.sync_threads()
         for peer in cutlass.range(tid, p.world_size, THREADS):

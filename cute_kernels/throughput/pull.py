@@ -6,6 +6,9 @@ Each warp owns a ring of row-sized stages in shared memory. A bulk copy loads a 
 holds one of its rows starts a bulk copy to it. Rows never pass through registers, and duplicates cross the link once.
 One more warp of each block clears the padding.
 
+In the example of ../arrivals.py, rank 1 fetches the rows of both tokens of rank 0. It stores the first one to row 0,
+and the second one to rows 3 and 1, from one load. It reads the row of its own token 0 from x and stores it to row 2.
+
 After a publish kernel, this kernel is launched while that one runs; it waits for `placed` flags before it reads the
 route.
 
@@ -25,11 +28,11 @@ from cutlass.cute import arch
 
 from .. import operation, ptx, sync
 from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, row_of, token_of
-from ..copies import lowest
-from ..delivery import Arrived, Delivery
+from ..copies import pop_lowest
+from ..delivery import Arrived, Delivery, staged_scale
 from ..experts import local_experts
 from ..heap import CLAIMS, RING_BYTES, Heap
-from ..ids import thread_id, warp_id
+from ..ids import block_id, thread_id, warp_id
 from ..launch import Kernel, RankArgs
 from ..quantize import decode, exact_scale, numbers_of
 from ..swizzled import Begins
@@ -37,7 +40,7 @@ from ..views import Floats, Ints, Records
 from .pipeline import deal_out, run
 from .ring import MAX_PIECE, Ring, RingShape, init_ring_barriers
 from .staged import SegmentEnds, await_rows, clear_padding, new_known, source_row
-from .surplus import BlockBudget, Parts, count_parts, takes_part
+from .surplus import surplus_blocks
 
 
 class PullArgs(NamedTuple):
@@ -106,8 +109,8 @@ class Pull(Kernel):
     @cute.kernel
     def kernel(self, args: PullArgs) -> None:
         p, shape = self.problem, self.ring
-        tid, _, _ = arch.thread_idx()
-        bid, _, _ = arch.block_idx()
+        tid = thread_id()
+        bid = block_id()
         # Where a publish kernel goes before, it may run still. The epoch, x and a known route are read all the same:
         # they were written before that kernel began, since that is no dependent launch itself (publish.py).
         ranks = sync.Ranks(Heap.of(p), args.ranks)
@@ -147,12 +150,17 @@ class Pull(Kernel):
         if const_expr(self.joins):
             number += args.dealt
         most = args.dealt + args.joining - always
-        share = BlockBudget(always, args.expected, most)
         if lost[0] != 0:
-            share = BlockBudget(always, args.expected, Int32(0))
-        parts = Parts(ranks, args.arrivals, args.num_rows, always, share, found)
-        if takes_part(parts, number, 1.0):
-            self.take_part(parts, (ring_memory, targets, sources, known, lost), number, args)
+            most = Int32(0)
+        needed = Boolean(True)
+        if number >= always:
+            if tid == 0:
+                found[0] = always + surplus_blocks(ranks, args, always, most, 1.0)
+            arch.sync_threads()
+            needed = number < found[0]
+        if needed:
+            shared = (ring_memory, targets, sources, known, lost, found)
+            self.take_part(ranks, shared, number, (always, most), args)
             # What was counted reaches all threads.
             arch.sync_threads()
             operation.finish(ranks, found[0])
@@ -161,13 +169,17 @@ class Pull(Kernel):
                 arch.griddepcontrol_wait()
 
     @cute.jit
-    def take_part(self, parts: Parts, shared: Any, number: Int32, args: PullArgs) -> None:
-        """Do a block's share, as the `number`-th of all blocks that take part."""
-        p, shape, ranks = self.problem, self.ring, parts.ranks
+    def take_part(
+        self, ranks: sync.Ranks, shared: Any, number: Int32, counts: tuple[Int32, Int32], args: PullArgs
+    ) -> None:
+        """Do a block's share, as the `number`-th of all blocks that take part. `counts`: how many do in any case, and
+        how many more may."""
+        p, shape = self.problem, self.ring
         warp = warp_id()
-        (buffers, barriers), targets, sources, known, lost = shared
-        if thread_id() == 32 * shape.warps:
-            count_parts(parts, 1.0)  # the warp that has time for it
+        (buffers, barriers), targets, sources, known, lost, found = shared
+        if thread_id() == 32 * shape.warps:  # in the warp that has time for it
+            always, most = counts
+            found[0] = always + surplus_blocks(ranks, args, always, most, 1.0)
         if lost[0] != 0:
             pass  # reported; without a route nothing can be moved
         elif warp < shape.warps:
@@ -288,8 +300,8 @@ class Pull(Kernel):
         words = staged + self.problem.hidden_size
         left = arch.vote_ballot_sync(row >= 0)
         while left != 0:
-            mine = arch.shuffle_sync(row, lowest(left))
-            left = left & (left - 1)
+            k, left = pop_lowest(left)
+            mine = arch.shuffle_sync(row, k)
             at, step = delivery.scales_at(to, mine)
             for i in cutlass.range(lane, delivery.units, 32):
                 delivery.store_unit(Records(at, step).at(i), delivery.staged_unit(words, i))
@@ -306,16 +318,12 @@ class Pull(Kernel):
             at = first + arch.lane_idx() * each
             inside = at < p.hidden_size
             code = cutlass.min(at, p.hidden_size - each)
-            block = code // form.block
-            if const_expr(form.in_bytes):
-                stored = (ptx.ld_shared(words + (block >> 2) * 4) >> ((block & 3) * 8)) & 0xFF
-            else:
-                stored = ptx.ld_shared(words + block * 4)
+            stored = staged_scale(form, words, code // form.block)
             codes = [Uint32(ptx.ld_shared(staged + (code + 4 * i))) for i in range(each // 4)]
-            numbers = decode(codes, exact_scale(form.kind, stored), p.dtype)
+            numbers = ptx.pack(decode(codes, exact_scale(form.kind, stored)), p.dtype)
             left = rows
             while left != 0:
-                mine = arch.shuffle_sync(row, lowest(left))
-                left = left & (left - 1)
+                k, left = pop_lowest(left)
+                mine = arch.shuffle_sync(row, k)
                 if inside:
                     ptx.st_v4(Records(to.rows, p.row_bytes).at(mine) + at * p.itemsize, numbers)

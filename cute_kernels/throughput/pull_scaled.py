@@ -19,7 +19,7 @@ from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, row_of, to
 from ..copies import pop_lowest
 from ..delivery import Arrived, Delivery
 from ..heap import CLAIMS, Heap
-from ..ids import block_ids, warp_id
+from ..ids import block_id, block_ids, num_blocks, thread_id, warp_id
 from ..launch import RankArgs
 from ..views import Floats, Ints, Records
 from .adder import Notes
@@ -73,8 +73,8 @@ class PullScaled(SlicedKernel):
     @cute.kernel
     def kernel(self, args: PullScaledArgs) -> None:
         shape = self.ring
-        tid, _, _ = arch.thread_idx()
-        bid, _, _ = arch.block_idx()
+        tid = thread_id()
+        bid = block_id()
         # The epoch, grad_out, y and the route were written before the publish kernel began, which may run still: that
         # one is no dependent launch itself (publish.py).
         ranks = sync.Ranks(Heap.of(self.problem), args.ranks)
@@ -90,7 +90,7 @@ class PullScaled(SlicedKernel):
         warp = warp_id()
         if tid < 32:
             init_ring_barriers(barriers, self.WARPS * shape.stages)
-        blocks, _, _ = arch.grid_dim()
+        blocks = num_blocks()
         # Hands the barriers to the whole block.
         arch.sync_threads()
         if warp < self.WARPS:

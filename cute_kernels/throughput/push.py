@@ -103,7 +103,7 @@ class Pushing:
         left = Int32(0)
         if arch.vote_any_sync(row >= 0 and expert >= first and expert < end):
             left = Int32(self.ring.pieces)
-        slot = slot_of_row(p, ranks.rank, token)
+        slot = p.pushed_slot(ranks.rank, token)
         source, target = Records(args.x, p.row_bytes).at(token), ranks.view("rows", ranks.peer(peer)).at(slot)
         return PushJob(left, source, target, peer * (p.world_size * p.max_tokens) + slot)
 
@@ -184,8 +184,3 @@ def post_late(state: Pusher, code: Int32) -> None:
     for i in range_constexpr(LAG - 1):
         late[i] = late[i + 1]
     late[LAG - 1] = code
-
-
-def slot_of_row(problem: Problem, source: Int32, token: Int32) -> Int32:
-    """Return the number of a pushed row's place in the staging of the rank that receives it, and of its flag."""
-    return source * problem.max_tokens + token

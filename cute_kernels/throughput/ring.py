@@ -50,19 +50,13 @@ class RingShape:
         return -(-self.row_bytes // self.piece_bytes)
 
     @staticmethod
-    def slices(shape: Slices, warps: int) -> "RingShape":
-        """Return a ring with one register slice of a row in each stage. Lanes after the end of a short row still read,
-        so a stage has room for them."""
-        stages = min(8, (SHARED_BYTES - RANK_BYTES) // warps // (shape.slice_bytes + SLICE_BOOKKEEPING))
-        return RingShape(shape.row_bytes, warps, stages, shape.slice_bytes)
-
-    @staticmethod
-    def pieces_of(row_bytes: int, warps: int, piece_bytes: int, room: int) -> "RingShape":
-        """Return a ring with one piece of a row in each stage, which has `room` bytes, at least those of a piece.
-        Shared memory is reserved for the notes of the largest ring."""
-        stride, most = -(-room // 128) * 128, 8
+    def of_slices(row_bytes: int, warps: int, slice_bytes: int, room: int = 0) -> "RingShape":
+        """Return a ring with one slice of a row in each stage, which has `room` bytes if that is more. Lanes after the
+        end of a short row still read, so a stage has room for them. Shared memory is reserved for the notes of the
+        largest ring."""
+        stride, most = -(-max(slice_bytes, room) // 128) * 128, 8
         budget = (SHARED_BYTES - RANK_BYTES) // warps - most * SLICE_BOOKKEEPING
-        return RingShape(row_bytes, warps, min(most, budget // stride), piece_bytes, room)
+        return RingShape(row_bytes, warps, min(most, budget // stride), slice_bytes, room)
 
     @staticmethod
     def of(row_bytes: int, ring_bytes: int, most: int = MAX_PIECE) -> "RingShape":
@@ -136,4 +130,4 @@ class SlicedKernel(Kernel):
 
     @property
     def ring(self) -> RingShape:
-        return RingShape.slices(self.slices, self.WARPS)
+        return RingShape.of_slices(self.slices.row_bytes, self.WARPS, self.slices.slice_bytes)

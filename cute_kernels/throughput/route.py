@@ -26,7 +26,7 @@ from cutlass.cute import arch
 from .. import ptx
 from ..barriers import whole_block
 from ..experts import first_expert, holder_of
-from ..heap import ALIGNMENT, CAPACITY, COPIES, ELEMENT_BYTES, PLACING_WARPS, SETTINGS_INTS, SLOTS, Problem
+from ..heap import ALIGNMENT, CAPACITY, COPIES, PLACING_WARPS, SETTINGS_INTS, SLOTS, Problem
 from ..ids import thread_id
 from ..sync import BAD_EXPERT, Ranks, reject
 from ..views import Ints, Vectors
@@ -71,11 +71,6 @@ def received(ranks: Ranks, source: Int32 | int, tile: Int32) -> Message:
 def outgoing(ranks: Ranks, rank: Int32, tile: Int32) -> Message:
     """Return where this rank writes a tile's message at another rank."""
     return message_at(ranks.heap.problem, ranks.view("messages", ranks.peer(rank)).at(ranks.rank, tile))
-
-
-def message_bytes(problem: Problem, entries: Int32) -> Int32:
-    """Return the size of a message of so many entries."""
-    return problem.header_ints * ELEMENT_BYTES["int"] + entries * ELEMENT_BYTES["vector"]
 
 
 class Asked(NamedTuple):

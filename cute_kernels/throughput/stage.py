@@ -115,7 +115,7 @@ def announce(ranks: sync.Ranks, smem: Any, tokens: Int32, own: cutlass.Constexpr
     rank's NVLink domain. `own`: this rank fetches its own rows from staging, too.
     """
     problem = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
+    tid = thread_id()
     lane = arch.lane_idx()
     warps = whole_block(THREADS) // 32
     warp = warp_id()

@@ -17,7 +17,7 @@ from ..barriers import TeamBarriers
 from ..formats import Form
 from ..heap import Problem
 from ..ids import warp_id
-from ..quantize import encode, given_word, largest, numbers_of, of_group, scale_of, store_codes
+from ..quantize import encode, given_word, largest, numbers_of, of_group, scale_of, store_codes, word_of_bytes
 from ..views import Ints, Records, Vectors
 from .route import THREADS
 
@@ -42,23 +42,23 @@ def stage_quantized(
     """By block `copier` of `copiers`. `given`: x and its scales are quantized already."""
     problem = ranks.heap.problem
     parts = parts_of(form, given, problem.dtype)
-    team = min(TEAM, THREADS // 32)
+    teams = TeamBarriers(1, THREADS // 32 // TEAM, TEAM)
     warp, lane = warp_id(), arch.lane_idx()
-    member, mine = warp % team, warp // team
+    member, mine = warp % TEAM, warp // TEAM
     staging = ranks.view("rows", nbytes=form.staged_bytes)
     marks = ranks.view("chunk").part(ranks.rank)
     chunk = mine * copiers + copier
     while chunk * problem.chunk_tokens < args.tokens:
         first = chunk * problem.chunk_tokens
         items = (cutlass.min(first + problem.chunk_tokens, args.tokens) - first) * parts
-        for item in cutlass.range(member, items, team):
+        for item in cutlass.range(member, items, TEAM):
             token = first + item // parts
             quantize_part(form, given, ranks, args, token, staging.at(token), item % parts)
         # All of the team's stores come before the mark.
-        TeamBarriers(1, THREADS // 32 // team, team).wait(mine)
+        teams.wait(mine)
         if member == 0 and lane == 0:
             ptx.st_release_gpu(marks.at(chunk), ranks.own_mark)
-        chunk += THREADS // 32 // team * copiers
+        chunk += teams.teams * copiers
 
 
 @cute.jit
@@ -118,21 +118,18 @@ def quantize_blocks(
         load_one(x, first + u // each * (32 * each) + u % each * lanes, vectors, words, u)
     for run in range_constexpr(AHEAD // each):
         begin = first + run * (32 * each)
-        amax = of_group(largest(words, 4 * each * run, 4 * each, dtype), lanes)
-        stored, inverse = scale_of(form.kind, amax)
+        mine = [words[4 * each * run + i] for i in range(4 * each)]
+        stored, inverse = scale_of(form.kind, of_group(largest(mine, dtype), lanes))
         for u in range_constexpr(each):
-            codes = encode([words[4 * (run * each + u) + i] for i in range(4)], inverse, dtype)
+            codes = encode(ptx.unpack(mine[4 * u : 4 * u + 4], dtype), inverse)
             vector = begin + u * lanes
             if vector < vectors:
                 store_codes(row, vector, codes)
         if const_expr(form.in_bytes):
             # Four neighboring blocks' exponents make a word.
-            word = stored << (8 * ((lane // lanes) & 3))
             if begin >= vectors:
-                word = Int32(0)
-            word = word | arch.shuffle_sync_bfly(word, lanes)
-            word = word | arch.shuffle_sync_bfly(word, 2 * lanes)
-            stored = word
+                stored = Int32(0)
+            stored = word_of_bytes(stored, lanes)
         holds = 4 if form.in_bytes else 1  # scales of a word
         if lane % (holds * lanes) == 0 and begin < vectors:
             scales[begin // (holds * length)] = stored
@@ -148,13 +145,13 @@ def quantize_whole(form: cutlass.Constexpr[Form], problem: cutlass.Constexpr[Pro
     amax = Int32(0)
     for first in cutlass.range(0, vectors, 32 * AHEAD):
         load(x, first, vectors, words)
-        amax = cutlass.max(amax, largest(words, 0, 4 * AHEAD, dtype))
+        amax = cutlass.max(amax, largest([words[i] for i in range(4 * AHEAD)], dtype))
     stored, inverse = scale_of(form.kind, of_group(amax, 32))
     for first in cutlass.range(0, vectors, 32 * AHEAD):
         load(x, first, vectors, words)
         for u in range_constexpr(AHEAD):
             vector = first + u * 32 + lane
-            codes = encode([words[4 * u + i] for i in range(4)], inverse, dtype)
+            codes = encode(ptx.unpack([words[4 * u + i] for i in range(4)], dtype), inverse)
             if vector < vectors:
                 store_codes(row, vector, codes)
     if lane == 0:

@@ -11,11 +11,10 @@ from .. import sync
 from ..delivery import Arrived, Delivery
 from ..experts import local_experts
 from ..heap import Problem
-from ..ids import thread_id
+from ..ids import block_id, thread_id
 from ..internode.relayed import await_relayed, relayed_row
 from ..segments import padded
 from ..views import Ints, Records
-from .push import slot_of_row
 
 
 @cute.jit
@@ -36,7 +35,7 @@ def await_rows(
     if staged:
         if arch.lane_idx() == 0:
             if const_expr(pushed):
-                ready = Int32(ranks.wait("token", slot_of_row(ranks.heap.problem, source, token), source, token))
+                ready = Int32(ranks.wait("token", ranks.heap.problem.pushed_slot(source, token), source, token))
                 # Bulk copies come after what was acquired.
                 sync.fence_async()
             elif known[source] == 0:
@@ -78,7 +77,7 @@ def source_row(
         base = ranks.view("rows", ranks.peer(source)).base
     elif source != ranks.rank:
         if const_expr(pushed):
-            base = ranks.view("rows", nbytes=nbytes).at(slot_of_row(ranks.heap.problem, source, Int32(0)))
+            base = ranks.view("rows", nbytes=nbytes).at(ranks.heap.problem.pushed_slot(source, 0))
         else:
             base = ranks.view("rows", ranks.peer(source)).base
     return relayed_row(ranks, source, token, nbytes, ready, Records(base, nbytes).at(token))
@@ -104,7 +103,7 @@ def clear_padding(
     problem = ranks.heap.problem
     alignment = segments.alignment
     lane = arch.lane_idx()
-    bid, _, _ = arch.block_idx()
+    bid = block_id()
     first_local, end_local = local_experts(problem, ranks.rank)
     for e in cutlass.range(bid, end_local - first_local, blocks):
         count = segments.counts[e]

@@ -59,7 +59,8 @@ POSTED = """            if mark & END != 0:
                 count[0] += 1
 """
 FEW_ROWS, FEW_ROWS_E4M3 = "gemm/few_rows.py", "gemm/few_rows_e4m3.py"
-QUANTIZED, PACKETS = "quantized_sums.py", "latency/sum_packets.py"
+QUANTIZED, PACKETS, QUANTIZE = "quantized_sums.py", "latency/sum_packets.py", "quantize.py"
+HALF_BLOCK = "of_group(amax, form.block // len(sums))"
 
 MUTATIONS = {
     "hello": Mutation(
@@ -109,7 +110,7 @@ MUTATIONS = {
     ),
     "pushed rows awaited": Mutation(
         "pushes_late", STAGED,
-        'Int32(ranks.wait("token", slot_of_row(ranks.heap.problem, source, token), source, token))', "Int32(1)",
+        'Int32(ranks.wait("token", ranks.heap.problem.pushed_slot(source, token), source, token))', "Int32(1)",
     ),
     "pushed rows, of the last token": Mutation(
         "pushes", PUSH, "args.tokens * self.peers", "(args.tokens - 1) * self.peers",
@@ -208,7 +209,7 @@ MUTATIONS = {
         "                pass\n",
     ),
     "own sum left exact, in a format": Mutation(
-        "sums_bf16", "throughput/combine.py", "                quantize_sum(self.wire, acc)\n",
+        "sums_bf16", "throughput/combine.py", "                requantize_slice(self.wire, acc)\n",
         "                pass\n",
     ),
     "own weight of another row": Mutation(
@@ -226,12 +227,11 @@ MUTATIONS = {
         "                send(",
     ),
     "sums, amax of half a block": Mutation(
-        "sums_bf16", QUANTIZED, "of_group(amax, wire.form.block // n)", "of_group(amax, wire.form.block // n // 2)"
+        "sums_bf16", QUANTIZE, HALF_BLOCK, HALF_BLOCK.replace(")", " // 2)")
     ),
     "sums, rounded before they are quantized": Mutation(
-        "sums_bf16", QUANTIZED, '    amax = largest(ptx.pack(sums, "fp32"), 0, n, "fp32")\n',
-        "    sums = ptx.unpack(ptx.pack(sums, wire.plain.dtype), wire.plain.dtype)\n"
-        '    amax = largest(ptx.pack(sums, "fp32"), 0, n, "fp32")\n',
+        "sums_bf16", QUANTIZE, '    amax = largest(ptx.pack(sums, "fp32"), "fp32")\n',
+        '    sums = ptx.unpack(ptx.pack(sums, "bf16"), "bf16")\n    amax = largest(ptx.pack(sums, "fp32"), "fp32")\n',
     ),
     "sums, codes behind the end of a row": Mutation("sums", QUANTIZED, "if number < end:", "if number >= 0:"),
     "sums, posted before they are stored": Mutation(
@@ -248,10 +248,10 @@ MUTATIONS = {
         "        if order.copies > 0:\n",
     ),
     "sums, a pushed one left out": Mutation(
-        "sums_across_pairs", "internode/pushed_in_format.py", "            add_slice(wire, at, last, acc)\n",
+        "sums_across_pairs", SUMS, "            add_slice(wire, at, last, acc)\n",
         "            if copies == 0:\n                add_slice(wire, at, last, acc)\n",
     ),
-    "few, amax of half a block": Mutation("sums_few", PACKETS, "form.block // NUMBERS)", "form.block // NUMBERS // 2)"),
+    "few, amax of half a block": Mutation("sums_few", QUANTIZE, HALF_BLOCK, HALF_BLOCK.replace(")", " // 2)")),
     "few, numbers behind the end of a row": Mutation(
         "sums_few", PACKETS, " and offset < width.hidden_size:", ":"
     ),

@@ -71,8 +71,8 @@ def st_u64(addr: Any, value: Any) -> None:
     memory().store_long(addr, value)
 
 
-def st_pair(addr: Any, first: Any, second: Any) -> None:
-    memory().store_words(addr, (first, second), 8)
+def st_pair(addr: Any, words: Sequence[Any]) -> None:
+    memory().store_words(addr, words, 8)
 
 
 def st_v4(addr: Any, words: Sequence[Any]) -> None:
