@@ -29,9 +29,13 @@ from cutlass.cute import arch
 
 from .. import ptx
 from ..copies import lowest
-from ..ids import thread_id, warp_id
+from ..ids import block_id, thread_id, warp_id
 from ..launch import Launched
 from ..segments import padded
+from ..views import Ints, Records
+
+NUMBER = 2
+"""Bytes of a number."""
 
 
 class FewRowsArgs(NamedTuple):
@@ -40,8 +44,8 @@ class FewRowsArgs(NamedTuple):
     x: Int64  # [R, K]
     weights: Int64  # [El, K, N] or [El, N, K]
     out: Int64  # [R, F] or [R, N]
-    offs: Int64  # [El] int32
-    counts: Int64  # [El] int32
+    offs: Ints  # [El]
+    counts: Ints  # [El]
     alignment: Int32
     blocks: Int32
 
@@ -182,13 +186,8 @@ class FewRows(Launched):
         return self.tile.chunks if self.transposed else self.tile.half // 8
 
     @cute.kernel
-    def kernel(self, args: FewRowsArgs) -> None:
-        self.block(args)
-
-    @cute.jit
-    def block(self, args: Any) -> None:
-        """By all threads: compute what belongs to a block."""
-        bid, _, _ = arch.block_idx()
+    def kernel(self, args: Any) -> None:
+        bid = block_id()
         smem = cutlass.memory.SmemAllocator()
         ring = smem.allocate_array(Uint8, self.tile.stages * self.tile.stage_bytes, byte_alignment=128)
         if const_expr(self.gated):
@@ -206,7 +205,7 @@ class FewRows(Launched):
         """Compute columns of the `number`-th expert that has rows, if there are so many. Return their number."""
         segment = self.find(args, number)
         if segment.rows > 0:
-            weights = args.weights + Int64(segment.expert) * (2 * self.depth * self.all_columns)
+            weights = Records(args.weights, 2 * self.depth * self.all_columns).at(segment.expert)
             self.start_weights(ring, weights, column)
             if const_expr(not self.gated):
                 arch.griddepcontrol_wait()
@@ -235,8 +234,8 @@ class FewRows(Launched):
         for first in range_constexpr(0, self.experts, 32):
             count, end = Int32(0), Int32(0)
             if first + lane < self.experts:
-                count = ptx.ld_relaxed_i32(args.counts + Int64(first + lane) * 4)
-                end = ptx.ld_relaxed_i32(args.offs + Int64(first + lane) * 4)
+                count = ptx.ld_relaxed_i32(args.counts.at(first + lane))
+                end = ptx.ld_relaxed_i32(args.offs.at(first + lane))
             counts.append(count)
             ends.append(end)
         before, expert, rows, end = Int32(0), Int32(0), Int32(0), Int32(0)
@@ -259,7 +258,7 @@ class FewRows(Launched):
         for group in range_constexpr(2 * self.groups):
             for i in range_constexpr(4):
                 acc[4 * group + i] = Float32(0.0)
-        x = args.x + Int64(part.begin) * (2 * self.depth)
+        x = Records(args.x, 2 * self.depth).at(part.begin)
         for step in range_constexpr(ahead):
             if const_expr(step < self.steps):
                 self.load_rows(ring + step * tile.stage_bytes, x, part.rows, Int32(step))
@@ -302,13 +301,13 @@ class FewRows(Launched):
                     if const_expr(self.width % self.share != 0):
                         at = cutlass.min(at, last - 1)
                     k = step * tile.depth + chunk * 8
-                    address = weights + Int64(at) * (2 * self.depth) + Int64(k) * 2
+                    address = Records(weights, NUMBER, self.depth).part(at).at(k)
                 else:
                     at = first + chunk * 8
                     if const_expr(self.width % self.share != 0):
                         at = cutlass.min(at, last - 8)
                     k = step * tile.depth + (line + i * lines)
-                    address = weights + Int64(k) * (2 * self.all_columns) + Int64(at) * 2
+                    address = Records(weights, NUMBER, self.all_columns).part(k).at(at)
                 self.copy(into + swizzled(line + i * lines, chunk, self.pitch), address, k)
 
     @cute.jit
@@ -321,7 +320,7 @@ class FewRows(Launched):
         k = step * tile.depth + chunk * 8
         for first in range_constexpr(0, tile.rows, lines):
             if first + line < rows:
-                address = x + Int64(first + line) * (2 * self.depth) + Int64(k) * 2
+                address = Records(x, NUMBER, self.depth).part(first + line).at(k)
                 self.copy(into + swizzled(first + line, chunk, tile.chunks), address, k)
 
     def copy(self, to: Any, address: Int64, k: Int32) -> None:
@@ -382,7 +381,7 @@ class FewRows(Launched):
         for group in range_constexpr(self.groups):
             if group * 8 < part.rows:
                 row = group * 8 + lane // 4
-                to = args.out + Int64(part.begin + row) * (2 * self.width)
+                to = Records(args.out, NUMBER, self.width).part(part.begin + row)
                 for half in range_constexpr(1 if self.gated else 2):
                     first = (half * self.groups + group) * 4
                     values = [acc[first + i] for i in range(4)]
@@ -393,7 +392,7 @@ class FewRows(Launched):
                         word = ptx.movmatrix(words[i])
                         at = part.column + (half * self.tile.half + i * 8) + warp * 16 + lane % 4 * 2
                         if row < part.rows and at < self.width:
-                            ptx.st_i32(to + Int64(at) * 2, Int32(word))
+                            Ints(to.at(at))[0] = Int32(word)
 
     def gated_values(self, acc: Any, group: int) -> list[Any]:
         """Return silu(gate) * up of a group of rows."""

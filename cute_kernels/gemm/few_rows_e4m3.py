@@ -25,6 +25,7 @@ from cutlass.cute import arch
 from .. import ptx
 from ..ids import warp_id
 from ..quantize import largest, of_group, scale_of
+from ..views import Floats, Ints, Records
 from .few_rows import FewRows, Part, Tile, swizzled
 
 BLOCK = 128
@@ -35,13 +36,13 @@ class FewRowsE4M3Args(NamedTuple):
     """R rows, El experts, K numbers in a row, N columns of weights (2 F in the first GEMM)."""
 
     x: Int64  # [R, K]
-    scales: Int64  # of x, fp32 [R, K / 128]
+    scales: Floats  # of x, [R, K / 128]
     weights: Int64  # [El, N, K]
-    weight_scales: Int64  # fp32 [El, N / 128, K / 128]
+    weight_scales: Floats  # [El, N / 128, K / 128]
     out: Int64  # codes [R, F], or rows [R, N]
-    out_scales: Int64  # of codes, fp32 [R, F / 128]
-    offs: Int64  # [El] int32
-    counts: Int64  # [El] int32
+    out_scales: Floats  # of codes, [R, F / 128]
+    offs: Ints  # [El]
+    counts: Ints  # [El]
     alignment: Int32
     blocks: Int32
 
@@ -75,10 +76,6 @@ class FewRowsE4M3(FewRows):
     def warps(self) -> int:
         return self.tile.columns // 32
 
-    @cute.kernel
-    def kernel(self, args: FewRowsE4M3Args) -> None:
-        self.block(args)
-
     @cute.jit
     def add(self, args: Any, stage: Any, part: Part, step: Int32, acc: Any) -> None:
         """By a warp: add the products of a stage to the sums."""
@@ -106,8 +103,7 @@ class FewRowsE4M3(FewRows):
                     of_rows = []
                     for i in range_constexpr(2):
                         row = cutlass.min(group * 8 + lane % 4 * 2 + i, part.rows - 1)
-                        at = (Int64(part.begin + row) * self.scales + number) * 4
-                        of_rows.append(ptx.ld_f32(args.scales + at))
+                        of_rows.append(args.scales[Int64(part.begin + row) * self.scales + number])
                     for half in range_constexpr(2):
                         sums: tuple[Float32, ...] = ()
                         for k in range_constexpr(4):
@@ -128,7 +124,7 @@ class FewRowsE4M3(FewRows):
         """Return the scale of the weights of a warp in the `number`-th block of K."""
         column = part.column + half * (self.width if self.gated else self.tile.half) + warp * 16
         block = Int64(part.expert) * (self.all_columns // BLOCK) + column // BLOCK
-        return ptx.ld_f32(args.weight_scales + (block * self.scales + number) * 4)
+        return args.weight_scales[block * self.scales + number]
 
     @cute.jit
     def store(self, args: Any, ring: Any, part: Part, acc: Any) -> None:
@@ -170,8 +166,9 @@ class FewRowsE4M3(FewRows):
                 if lane % 2 == 1:
                     word = ((other >> 16) & 0xFFFF) | (codes & Int32(-65536))
                 column = part.column + warp * 16 + lane % 2 * 8 + lane % 4 // 2 * 4
+                to = Ints(Records(args.out, 1, self.width).part(part.begin + row).at(column))
                 if row < part.rows:
-                    ptx.st_i32(args.out + Int64(part.begin + row) * self.width + column, word)
+                    to[0] = word
                     if warp == 0 and lane % 4 == 0:
                         at = Int64(part.begin + row) * (self.width // BLOCK) + part.column // BLOCK
-                        ptx.st_i32(args.out_scales + at * 4, stored)
+                        args.out_scales.bits[at] = stored

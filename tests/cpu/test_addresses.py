@@ -11,8 +11,6 @@ LAYOUTS = {"heap.py", "latency/sizes.py"}
 """Where sections of the heap are laid out."""
 VIEWS = {"views.py", "sync.py"}
 """Where views are made from layouts: their classes, and those of `Ranks`."""
-APART = "gemm/"
-"""Kernels on tiles of their own, which have views of none of these kinds."""
 LAYOUT_FIELDS = {"offset", "distance", "size"}
 LOADS = {f"{way}_{kind}" for way in ("ld", "st") for kind in ("i32", "u8", "pair")} | {"st_f32", "ld_f32"}
 SIZES = {4, 8, 16}
@@ -20,7 +18,7 @@ SIZES = {4, 8, 16}
 
 def sources() -> dict[str, ast.Module]:
     found = {str(path.relative_to(KERNELS)): ast.parse(path.read_text()) for path in KERNELS.rglob("*.py")}
-    return {name: tree for name, tree in found.items() if name not in LAYOUTS and not name.startswith(APART)}
+    return {name: tree for name, tree in found.items() if name not in LAYOUTS}
 
 
 def is_cast(node: ast.AST) -> bool:
