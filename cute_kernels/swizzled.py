@@ -3,6 +3,11 @@
 One exponent is a byte; the four of a row that lie in one tile are next to each other, 4 bytes, and a row's next four
 512 bytes further on, in the next tile. Which is an expert's first tile, its *base*, consumers say differently:
 docs/formats.md.
+
+Example: three experts of 100 rows each, 8 columns, so tiles come in pairs of 1024 bytes. The third expert begins at row
+200. Its base is 2 for "torch" (one tile for each expert before it), and 3 for "quack" (200 >> 7, and one for each
+expert before it) and "flashinfer" ((200 + 2 * 127) >> 7). The scales of its row 37 = 1 * 32 + 5, columns 0 to 3, begin
+5 * 16 + 1 * 4 = 84 bytes into its base, and those of columns 4 to 7 at 84 + 512.
 """
 
 from dataclasses import dataclass

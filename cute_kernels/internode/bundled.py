@@ -5,6 +5,9 @@ rank][number], and the word of a put is that of its first row, whose number is a
 the numbers in advance: in a dispatch from the source's expert ids, so that dropped rows, which the source does not
 know, are counted as well; in a combine from the rows that the route keeps, so that a copy without rows has no sum.
 
+Example with `wire.rows` 2: tokens 1, 4 and 5 of a rank name experts of another one. Their rows have the numbers 0, 1
+and 2. One put brings rows 0 and 1 and sets word 0, another brings row 2 and sets word 2.
+
 One block assembles one put. No block waits for another block before a put, and a row only waits for the other rows of
 its put.
 """

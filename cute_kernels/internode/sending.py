@@ -4,7 +4,8 @@ word.
 A batch covers `batch_tokens` consecutive tokens. The rows of those tokens that name an expert of the destination domain
 are stored without gaps, in the order of tokens, in the batch's place at the stager of that domain. The batch's word
 contains the epoch and a bit mask of these tokens. A reader therefore finds the row of a token by counting bits, batches
-may arrive in any order, and a batch without rows is a word with an empty mask.
+may arrive in any order, and a batch without rows is a word with an empty mask. In a batch with the mask 0b1011, which
+has rows of tokens 0, 1 and 3, the row of token 3 is the third.
 """
 
 from collections.abc import Callable

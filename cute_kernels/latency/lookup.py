@@ -88,7 +88,7 @@ def rows_of_copies(problem: Problem, copies: int) -> int:
 def index_of_item(problem: cutlass.Constexpr[Problem], rank: Int32, max_tokens: Int32, number: Int32) -> Int32:
     """Return the position of the `number`-th copy in the list of at most W x max_tokens. Sources have about equally
     many copies, in their order: consecutive numbers alternate among the other ranks, so that all links are busy, and
-    end with this rank's own copies."""
+    end with this rank's own copies. At rank 1 of 3, with two tokens each, the numbers 0, 1, ... are at 4 0 5 1 2 3."""
     others = max(problem.world_size - 1, 1)
     part = (rank + 1 + number % others) % problem.world_size
     index = part * max_tokens + number // others
