@@ -17,8 +17,7 @@ from .. import ptx, sync
 from ..arrivals import Copy, given_row, guarded, lists
 from ..copies import copies_of, entry_of
 from ..domains import is_near
-from ..latency.combine import COPIES, LatencyCombine
-from ..latency.combine_sender import BATCH, LatencyCombineArgs
+from ..latency.combine import BATCH, COPIES, LatencyCombine, LatencyCombineArgs
 from ..latency.lookup import copy_at
 from ..latency.packets import WarpShare, Words, await_packets
 from ..latency.sum_packets import quantize_again

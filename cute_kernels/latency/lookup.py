@@ -36,7 +36,7 @@ class Near(NamedTuple):
 
 
 @cute.jit
-def look_up(
+def find_copy(
     kernel: cutlass.Constexpr[Any], ranks: sync.Ranks, args: Any, item: Int32, each: cutlass.Constexpr[int]
 ) -> tuple[Found, Near]:
     """By a whole warp: the copy of a lane's `item`, of which there are `each` for a copy, and rows about where

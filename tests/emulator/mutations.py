@@ -222,7 +222,7 @@ MUTATIONS = {
         "                    if copy.holder < 0:\n                        at = args.row_scalars",
     ),
     "few, rows behind the last": Mutation(
-        "given_few", "latency/combine_sender.py",
+        "given_few", COMBINE,
         "                if row >= args.num_rows:\n                    row = Int32(-1)\n                send(",
         "                send(",
     ),
