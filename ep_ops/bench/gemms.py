@@ -41,7 +41,7 @@ from .ranks import Run, on_every_rank
 from .tune import kept, text_of_rows
 from .workloads import Workload, draw_route
 
-TILES = ("", "128x256 2x1", "256x128 2x1", "128x192 1x2 pingpong", "128x128 2x1 pingpong", "256x192 2x1")
+TILES = ("", "128x256 2x1", "256x128 2x1", "128x192 1x2 pingpong", "256x192 2x1")
 STEPS = {
     "up": "gemm", "down": "gemm", "down rows": "gemm", "up rows": "gemm", "up weights": "gemm weights",
     "down weights": "gemm weights", "gated up": "gemm gated", "gated down rows": "gemm gated gradient",
@@ -177,7 +177,9 @@ def candidates(step: str, tiles: Sequence[str]) -> list[Tile]:
     if not STEPS[step]:
         return [Tile()]
     gathers = (False, True) if step in GATHERING and not step.startswith("pairs") else (False,)
-    return [Tile(*both) for both in itertools.product(tiles, gathers)]
+    both = (Tile(*one) for one in itertools.product(tiles, gathers))
+    # A GEMM that gathers cannot have clusters of several columns.
+    return [one for one in both if not (one.gathers and "x2" in one.tile.partition(" ")[2])]
 
 
 def name_of(row: dict[str, Any]) -> tuple[Any, ...]:
