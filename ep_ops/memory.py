@@ -238,7 +238,6 @@ def token_major_layer(s: CallSizes, layer: LayerPlan) -> tuple[int, int]:
         live.take(out, s.home_weights)  # allocated by the start
         live.take(w_out)
         live.give(copied, inner)
-        live.take(copied)  # the received rows, unless a row of the tuning table says that the GEMM gathers them
         live.take(w_in)
         return kept, live.most
     live.take(copied)

@@ -10,13 +10,10 @@ from torch import Tensor
 
 from ep_ops.nn import grouped_mm, quack_mm, weights_gradient
 
-ANY_DTYPE = quack_mm.GEMMS._replace(product=quack_mm._GroupedMM.apply)
-"""quack's GEMMs without their checks of dtypes and sizes."""
 
-
-def install(patch: Any) -> list[tuple[str, bool]]:
-    """Replace quack's GEMMs by ``patch.setattr``. Returns a list to which each call adds its name, and whether it
-    gathers."""
+def install(patch: Any, checks: bool = True) -> list[tuple[str, bool]]:
+    """Replace quack's GEMMs by ``patch.setattr``, and without ``checks`` what rejects their dtypes and sizes. Returns a
+    list to which each call adds its name, and whether it gathers."""
     called: list[tuple[str, bool]] = []
 
     def recorded(name: str, function: Any) -> Any:
@@ -28,6 +25,8 @@ def install(patch: Any) -> list[tuple[str, bool]]:
 
     for name, function in (("gemm", gemm), ("gated", gated), ("gated_gradient", gated_gradient)):
         patch.setattr(quack_mm, name, recorded(name, function))
+    if not checks:
+        patch.setattr(quack_mm, "check_operands", lambda *_: None)
     return called
 
 

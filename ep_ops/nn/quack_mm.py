@@ -48,13 +48,18 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
         TypeError: an argument is not a tensor, or has another dtype.
         ValueError: w has other sizes, or M or N is not a multiple of 8.
     """
+    check_operands(x, w, offs)
+    return _GroupedMM.apply(x, w, offs)
+
+
+def check_operands(x: Tensor, w: Tensor, offs: Tensor) -> None:
+    """Raise TypeError or ValueError unless quack multiplies rows x by matrices w, as :func:`grouped_mm` describes."""
     check_types(Tensor, x=x, w=w, offs=offs)
     if x.dtype not in (torch.bfloat16, torch.float16) or w.dtype != x.dtype:
         raise TypeError(f"x is {x.dtype} and w is {w.dtype}; allowed: both torch.bfloat16 or both torch.float16")
     if w.dim() != 3 or w.shape[0] != offs.shape[0] or w.shape[1] != x.shape[1] or w.shape[1] % 8 or w.shape[2] % 8:
         allowed = f"[{offs.shape[0]}, {x.shape[1]}, N] (the entries of offs, the columns of x), multiples of 8"
         raise ValueError(f"w has shape {tuple(w.shape)}; allowed: {allowed}")
-    return _GroupedMM.apply(x, w, offs)
 
 
 def weights_gradient(x: Tensor, grad: Tensor, offs: Tensor) -> Tensor:
@@ -65,7 +70,8 @@ def weights_gradient(x: Tensor, grad: Tensor, offs: Tensor) -> Tensor:
 
 def gathered_product(x: Tensor, w: Tensor, offs: Tensor, rows: Tensor | None) -> Tensor:
     """Return ``grouped_mm(x[rows], w, offs)`` [L, N], from x [R, M] and rows, int32 [L]; None: all rows. Not
-    differentiable."""
+    differentiable. Raises as :func:`grouped_mm`."""
+    check_operands(x, w, offs)
     return _QUACK_MM(x.contiguous(), w, offs, rows, False)
 
 
@@ -75,6 +81,7 @@ def gathered_gradient(x: Tensor, grad: Tensor, offs: Tensor, rows: Tensor) -> Te
 
 
 def _gated_product(x: Tensor, w: Tensor, offs: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    check_operands(x, w, offs)
     return _QUACK_GATED(x.contiguous(), w, offs, rows)
 
 

@@ -19,6 +19,7 @@ import ep_ops
 from ep_ops.backends.cute.tuning import Row
 from ep_ops.integrations import quack
 from ep_ops.nn import TORCH, Gemms, MoELayer, expert_mlp, interleave, quack_mm, weights_gradient
+from ep_ops.nn.quack_mm import gathered_product
 from ep_ops.operators import SAVE_FOR_CHECKPOINT
 
 H, F, E, K, TOKENS = 32, 24, 5, 2, 16
@@ -207,8 +208,15 @@ def test_quacks_gemms(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> N
     rows = torch.ones(4, H, dtype=torch.bfloat16)
     assert not quack.grouped_mm(rows, torch.ones(0, H, F, dtype=torch.bfloat16), offs).any()
     assert weights_gradient(rows, rows, offs).shape == quack.weights_gradient(rows, rows, offs).shape == (0, H, H)
-    with pytest.raises(TypeError, match="x is torch.float32 and w is torch.float32; allowed: both torch.bfloat16 or"):
-        quack.grouped_mm(torch.ones(4, H), torch.ones(2, H, F), offs)
+    gated = quack.GEMMS.gated
+    assert gated is not None
+    for product in (quack.grouped_mm, *(functools.partial(f, rows=offs) for f in (gathered_product, gated.product))):
+        with pytest.raises(
+            TypeError, match="x is torch.float32 and w is torch.float32; allowed: both torch.bfloat16 o"
+        ):
+            product(torch.ones(4, H), torch.ones(2, H, F), offs)
+        with pytest.raises(ValueError, match=r"w has shape \(0, 32, 23\); allowed: .*, multiples of 8"):
+            product(rows, torch.ones(0, H, 23, dtype=torch.bfloat16), offs)
     with pytest.raises(ValueError, match=r"w has shape \(2, 32, 24\); allowed: \[0, 32, N\]"):
         quack.grouped_mm(rows, torch.ones(2, H, F, dtype=torch.bfloat16), offs)
 
@@ -219,13 +227,14 @@ def test_quacks_gemms_on_token_major_rows(backend: str | None, monkeypatch: pyte
     are dispatched again. Rows are gathered or copied as the tuning table says for the sizes."""
     called, tuning = quacks.install(monkeypatch), quack_mm.tuning(torch.device("cpu"))
     sizes = f"{H}x{2 * F}"
-    weights = Row("gemm weights", {"gathers": True}, sizes=sizes)
+    copies = {"gathers": False}
     with communicator(torch.bfloat16) as comm:
         expected, _ = trained(comm, TORCH, 7, rows="token_major")
-        for rows, gathers in (([], [True, False]), ([weights], [True, True]),
-                              ([Row("gemm", {"gathers": False}, sizes=sizes)], [False, False]),
-                              ([Row("gemm weights", {"gathers": True}, sizes=f"{F}x{H}")], [True, False]),
-                              ([Row("gemm weights", {"gathers": True}, tokens=10**6)], [True, False])):  # fmt: skip
+        for rows, gathers in (([], [True, True]), ([Row("gemm", copies, sizes=sizes)], [False, True]),
+                              ([Row("gemm weights", copies, rows="token_major", sizes=sizes)], [True, False]),
+                              ([Row("gemm weights", copies, rows="grouped")], [True, True]),
+                              ([Row("gemm weights", copies, sizes=f"{F}x{H}")], [True, True]),
+                              ([Row("gemm weights", copies, tokens=10**6)], [True, True])):  # fmt: skip
             tuning.put(*rows)
             for late, redispatch in ((True, False), (False, True)):
                 called.clear()

@@ -189,7 +189,7 @@ def test_quantized_rows_are_gathered_too() -> None:
 @pytest.mark.parametrize("alignment", [1, 4])
 def test_quacks_products(alignment: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for quack's GEMM, products and gradients are those of gathered rows."""
-    quacks.install(monkeypatch)
+    quacks.install(monkeypatch, checks=False)
     local_idx = torch.tensor([[0, 3, -1], [3, 1, 1], [-1, -1, -1], [0, -1, 3]]).int()  # nobody names expert 2
     lists = expert_lists(local_idx, 4, alignment=alignment)
     nothing = (lists.flat == local_idx.numel())[:, None]

@@ -20,8 +20,6 @@ import ep_ops
 from cute_kernels import marks
 from ep_ops.backends.cute.sizing import MOST_TOKENS_ACROSS, problem_with, sizes_of, token_bound
 from ep_ops.memory import MemoryPlan, planned
-from ep_ops.nn import quack_mm
-from ep_ops.nn.sums import copy_rows
 
 
 def test_memory_plan() -> None:
@@ -67,10 +65,7 @@ class Watched(TorchDispatchMode):
         return sum(self.alive.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.noted(func(*args, **(kwargs or {})))
-
-    def noted(self, found: Any) -> Any:
-        """Count what was allocated, and return it."""
+        found = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(found):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
@@ -87,20 +82,6 @@ LAYERS: list[dict[str, Any]] = [
     {"rows": "token_major", "gemms": "quack"}, {"rows": "token_major", "redispatch": True, "gemms": "quack"},
     {"rows": "token_major", "places": 1600, "capacity": 256},
 ]  # fmt: skip
-
-
-def count_copies(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count, with the matrices that are made of them, copies of rows within operators of quack's GEMMs, which a mode
-    does not see."""
-
-    def of_weights(b: torch.Tensor, made: Any) -> Any:
-        return watched.noted(made) if b.dim() == 2 else made
-
-    def counted(a: torch.Tensor, b: torch.Tensor, *rest: Any, **how: Any) -> Any:
-        return of_weights(b, quacks.gemm(a, b, *rest, **how))
-
-    monkeypatch.setattr(quack_mm, "copy_rows", lambda *given: watched.noted(copy_rows(*given)))
-    monkeypatch.setattr(quack_mm, "gemm", counted)
 
 
 class Layer:
@@ -142,7 +123,6 @@ def test_planned_bytes_of_a_layer(options: dict[str, Any], tokens: int, monkeypa
         for _ in range(2):  # the first call makes what all calls share
             gc.collect()
             watched = Watched(layer.known)
-            count_copies(watched, monkeypatch)
             with watched:
                 out = layer.experts(*layer.inputs)
                 gc.collect()
@@ -151,12 +131,7 @@ def test_planned_bytes_of_a_layer(options: dict[str, Any], tokens: int, monkeypa
             del out, grads
     assert plan["layer: weights"] == sum(parameter.nbytes for parameter in layer.experts.parameters())
     assert abs(held / plan["layer: kept for backward"] - 1) < 0.03, (held, plan)
-    # The reference backend allocates the gradients of tokens by the wait, and kernels by the start.
-    at_start = plan["call: combined out"] if options.get("gemms") == "quack" else 0
-    least, most = (
-        size / plan["layer: peak of forward and backward"] for size in (watched.most, watched.most + at_start)
-    )
-    assert least < 1.03 and most > 0.97, (watched.most, plan)
+    assert abs(watched.most / plan["layer: peak of forward and backward"] - 1) < 0.03, (watched.most, plan)
 
 
 @pytest.mark.parametrize("options", LAYERS[2:4], ids=str)
@@ -184,7 +159,7 @@ def test_peak_of_compiled_layers(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("layer", "most"), [
-    ({}, 11.36), ({"gemms": "quack"}, 11.6),
+    ({}, 11.36), ({"gemms": "quack"}, 11.15),
 ])  # fmt: skip
 def test_peak_at_large_sizes(layer: dict[str, Any], most: float) -> None:
     """GiB of weights, inputs, gradients and temporary rows, of which the matrices and their gradients are 10.5."""

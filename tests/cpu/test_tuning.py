@@ -70,7 +70,7 @@ def test_rows_of_gemms() -> None:
     assert found.knobs("gemm", tokens=8, sizes="64x32") == Knobs(tile="128x256 2x1", gathers=False)
     assert found.knobs("gemm", tokens=7, sizes="64x32") == Knobs(gathers=False)
     assert found.knobs("gemm", tokens=8, sizes="32x64") == Knobs(gathers=True)
-    assert found.knobs("gemm weights", tokens=8, sizes="64x32") == Knobs()
+    assert found.knobs("gemm weights", tokens=8, sizes="64x32") == Knobs(gathers=True)
     found.put(row_of({"operation": "gemm", "rows": "token_major", "tile": "128x128 1x1"}))
     assert found.knobs("gemm", "token_major", tokens=8, sizes="64x32") == Knobs(tile="128x128 1x1", gathers=False)
     assert found.knobs("gemm", tokens=8, sizes="64x32") == Knobs(tile="128x256 2x1", gathers=False)
