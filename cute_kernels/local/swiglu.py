@@ -4,7 +4,7 @@ read or written.
 A row of x is F gates and behind them as many ups; what is made of it is silu(gate) times up, F numbers. All is done in
 fp32 and rounded once; a result that is quantized is so as it would be behind this, from numbers of x's dtype.
 
-A piece of a row is what the lanes of a warp hold at once. The pieces of all rows that segments have are dealt out to
+A slice of a row is what the lanes of a warp hold at once. The slices of all rows that segments have are dealt out to
 the warps of the grid, whatever the number of rows that there is room for; where a row lies each warp finds out by
 itself.
 """
@@ -26,7 +26,7 @@ from ..ids import block_id, warp_id
 from ..quantize import encode, largest, numbers_of, of_group, scale_of, store_codes
 from ..segments import inclusive_sum, padded
 from ..views import Floats, Ints, Records
-from .row_pieces import WARPS, RowPieces
+from .row_slices import WARPS, RowSlices
 
 
 class SwiGLUArgs(NamedTuple):
@@ -49,7 +49,7 @@ class SwiGLUArgs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SwiGLURows(RowPieces):
+class SwiGLURows(RowSlices):
     """`hidden_size` is F. With a `format`, rows leave as codes and scales in `layout`. `weighted`: backward of the
     result times a weight for each row, which also returns the weighted result and the gradients of the weights."""
 
@@ -68,7 +68,7 @@ class SwiGLURows(RowPieces):
     @property
     def shares(self) -> int:
         """Number of warps that take part in a row. The dot product of a row is summed by one warp."""
-        return 1 if self.weighted else self.pieces
+        return 1 if self.weighted else self.slices.slices
 
     @property
     def most_vectors(self) -> int:
@@ -99,14 +99,14 @@ class SwiGLURows(RowPieces):
                 if const_expr(self.weighted):
                     self.give_back_weighted(args, row, kept)
                 else:
-                    self.piece(args, row, kept, item - number * self.pieces)
+                    self.one_slice(args, row, kept, item - number * self.slices.slices)
                 item += args.blocks * WARPS
             before = last
 
     @cute.jit
-    def piece(self, args: SwiGLUArgs, row: Int32, kept: Boolean, number: Int32) -> None:
+    def one_slice(self, args: SwiGLUArgs, row: Int32, kept: Boolean, number: Int32) -> None:
         """By a warp."""
-        first = number * (32 * self.ahead) + arch.lane_idx()
+        first = number * (32 * self.slices.vectors) + arch.lane_idx()
         if const_expr(self.backward):
             self.give_back(args, row, kept, first, Float32(1.0))
         elif const_expr(self.format == ""):
@@ -121,7 +121,7 @@ class SwiGLURows(RowPieces):
     @cute.jit
     def operands(self, args: SwiGLUArgs, row: Int32, kept: Boolean, first: Int32) -> Any:
         """Return a lane's gates, ups and, in backward, gradients; zeros in padding, whose contents are undefined."""
-        each = 4 * self.ahead
+        each = 4 * self.slices.vectors
         words = cute.make_rmem_tensor(((3 if self.backward else 2) * each,), Uint32)
         for i in range_constexpr((3 if self.backward else 2) * each):
             words[i] = Uint32(0)
@@ -137,9 +137,9 @@ class SwiGLURows(RowPieces):
     def made(self, args: SwiGLUArgs, row: Int32, kept: Boolean, first: Int32) -> Any:
         """Return silu(gate) * up in x's dtype."""
         words = self.operands(args, row, kept, first)
-        made = cute.make_rmem_tensor((4 * self.ahead,), Uint32)
-        for u in range_constexpr(self.ahead):
-            gates, ups = self.numbers(words, u), self.numbers(words, self.ahead + u)
+        made = cute.make_rmem_tensor((4 * self.slices.vectors,), Uint32)
+        for u in range_constexpr(self.slices.vectors):
+            gates, ups = self.numbers(words, u), self.numbers(words, self.slices.vectors + u)
             values = [gate * ptx.sigmoid(gate) * up for gate, up in zip(gates, ups, strict=True)]
             packed = ptx.pack(values, self.dtype)
             for i in range_constexpr(4):
@@ -155,8 +155,8 @@ class SwiGLURows(RowPieces):
         if kept:
             weight = args.weights[row]
         dot = Float32(0.0)
-        for number in cutlass.range(self.pieces):
-            dot += self.give_back(args, row, kept, number * (32 * self.ahead) + lane, weight)
+        for number in cutlass.range(self.slices.slices):
+            dot += self.give_back(args, row, kept, number * (32 * self.slices.vectors) + lane, weight)
         for i in range_constexpr(5):
             dot += arch.shuffle_sync_bfly(dot, 16 >> i)
         if lane == 0:
@@ -164,15 +164,15 @@ class SwiGLURows(RowPieces):
 
     @cute.jit
     def give_back(self, args: SwiGLUArgs, row: Int32, kept: Boolean, first: Int32, weight: Float32) -> Float32:
-        """Store a lane's gradients of a piece, with s = sigmoid(gate): gate' = grad up s (1 + gate (1 - s)),
+        """Store a lane's gradients of a slice, with s = sigmoid(gate): gate' = grad up s (1 + gate (1 - s)),
         up' = grad gate s. If `weighted`, store the weighted result as well, and return a lane's part of the dot
         product."""
         words = self.operands(args, row, kept, first)
-        of_gates, of_ups, made = (cute.make_rmem_tensor((4 * self.ahead,), Uint32) for _ in range(3))
+        of_gates, of_ups, made = (cute.make_rmem_tensor((4 * self.slices.vectors,), Uint32) for _ in range(3))
         dot = Float32(0.0)
-        for u in range_constexpr(self.ahead):
-            gates, ups = self.numbers(words, u), self.numbers(words, self.ahead + u)
-            grads = self.numbers(words, 2 * self.ahead + u)
+        for u in range_constexpr(self.slices.vectors):
+            gates, ups = self.numbers(words, u), self.numbers(words, self.slices.vectors + u)
+            grads = self.numbers(words, 2 * self.slices.vectors + u)
             shares = [ptx.sigmoid(gate) for gate in gates]
             if const_expr(self.weighted):
                 values = [gate * s * up for gate, up, s in zip(gates, ups, shares, strict=True)]
@@ -209,7 +209,7 @@ class SwiGLURows(RowPieces):
         delivery, form, dtype = self.delivery, self.delivery.form, self.dtype
         lanes = form.block // numbers_of(dtype)  # that hold a block
         codes_at, scales_at = Records(to.rows, self.hidden_size).at(row), delivery.scales_at(to, row)
-        for u in range_constexpr(self.ahead):
+        for u in range_constexpr(self.slices.vectors):
             vector = first + u * 32
             mine = [words[4 * u + i] for i in range(4)]
             stored, inverse = scale_of(form.kind, of_group(largest(mine, dtype), lanes))

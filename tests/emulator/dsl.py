@@ -99,9 +99,9 @@ def make_small() -> None:
     heap.RING_BYTES = 6 * (128 + 200)
     heap.Problem.tiles = property(lambda problem: TILES)
     latency.WARPS = 4
-    import cute_kernels.local.row_pieces as row_pieces
+    import cute_kernels.local.row_slices as row_slices
 
-    row_pieces.WARPS = 2
+    row_slices.WARPS = 2
     import cute_kernels.local.expert_lists as expert_lists
     import cute_kernels.local.places_route as places_route
     import cute_kernels.throughput.combine as combine

@@ -26,9 +26,9 @@ def test_sums(kernel: SumRows, arch: str) -> None:
     """16 bytes at a time, a row's before the first is added; each product and each sum rounded."""
     ptx = compiled_ptx(kernel, arch)
     assert ".local" not in ptx and "fma.rn.f32" not in ptx
-    assert count(ptx, LOADS) == kernel.ahead and count(ptx, STORES) == kernel.ahead
-    assert ptx.count("add.rn.f32") == (0 if kernel.alone else kernel.numbers)
-    assert ptx.count("mul.rn.f32") == (kernel.numbers if kernel.weighted else 0)
+    assert count(ptx, LOADS) == kernel.slices.vectors and count(ptx, STORES) == kernel.slices.vectors
+    assert ptx.count("add.rn.f32") == (0 if kernel.alone else kernel.slices.values)
+    assert ptx.count("mul.rn.f32") == (kernel.slices.values if kernel.weighted else 0)
     if not kernel.alone:
         assert ptx.rindex(LOADS) < ptx.index("add.rn.f32")
 

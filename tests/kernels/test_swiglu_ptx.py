@@ -39,8 +39,9 @@ def test_plain(kernel: SwiGLURows, arch: str) -> None:
     ptx = compiled_ptx(kernel, arch)
     assert ".local" not in ptx and not re.search(r"\bdiv\.\w+\.f32", ptx)
     operands, results = (3, 2) if kernel.backward else (2, 1)
-    assert count(ptx, LOADS) == operands * kernel.ahead and count(ptx, STORES) == results * kernel.ahead
-    numbers = kernel.ahead * (4 if kernel.dtype == "fp32" else 8)
+    vectors = kernel.slices.vectors
+    assert count(ptx, LOADS) == operands * vectors and count(ptx, STORES) == results * vectors
+    numbers = vectors * (4 if kernel.dtype == "fp32" else 8)
     assert ptx.count("ex2.approx") == numbers
     assert not re.search(r"\bst\.global\.b(8|32)\b", ptx)
     # All operands of a piece are under way before the first is looked at.
@@ -52,7 +53,7 @@ def test_weighted(kernel: SwiGLURows, arch: str) -> None:
     """Each operand and each result once, by 16 bytes, and one number a row of the dot products."""
     ptx = compiled_ptx(kernel, arch)
     assert ".local" not in ptx and not re.search(r"\bdiv\.\w+\.f32", ptx)
-    assert count(ptx, LOADS) == 3 * kernel.ahead and 3 <= count(ptx, STORES) / kernel.ahead <= 4
+    assert count(ptx, LOADS) == 3 * kernel.slices.vectors and 3 <= count(ptx, STORES) / kernel.slices.vectors <= 4
     assert len(re.findall(r"\bst\.global\.f32", ptx)) == 1 and ptx.count("shfl.sync.bfly") == 5
 
 
@@ -61,8 +62,8 @@ def test_quantized(kernel: SwiGLURows, arch: str) -> None:
     """Quantized rows are not stored in their own dtype; only padding is stored by 16 bytes."""
     ptx = compiled_ptx(kernel, arch)
     assert ".local" not in ptx
-    assert count(ptx, LOADS) == 2 * kernel.ahead and count(ptx, STORES) == 1
-    assert ptx.count("cvt.rn.satfinite.e4m3x2") == kernel.ahead * (2 if kernel.dtype == "fp32" else 4)
+    assert count(ptx, LOADS) == 2 * kernel.slices.vectors and count(ptx, STORES) == 1
+    assert ptx.count("cvt.rn.satfinite.e4m3x2") == kernel.slices.vectors * (2 if kernel.dtype == "fp32" else 4)
     assert ("div.rn.f32" in ptx) == (kernel.delivery.form.kind == "fp32")
 
 

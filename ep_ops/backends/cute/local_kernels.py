@@ -16,7 +16,7 @@ from cute_kernels.gemm.few_rows_e4m3 import FewRowsE4M3
 from cute_kernels.gemm.few_rows_e4m3 import tile_of as tile_of_e4m3
 from cute_kernels.local.expert_lists import MakeExpertLists
 from cute_kernels.local.places_route import PlacesRoute
-from cute_kernels.local.row_pieces import WARPS
+from cute_kernels.local.row_slices import WARPS
 from cute_kernels.local.sum_rows import SumRows
 from cute_kernels.local.swiglu import SwiGLURows
 
@@ -175,7 +175,7 @@ def _blocks_for(entries: int, device: torch.device) -> int:
 
 
 def _launch(kernel: Any, rows: int, device: torch.device, tensors: tuple[Tensor | None, ...], *numbers: int) -> None:
-    blocks = min(-(-rows * kernel.pieces // WARPS), BLOCKS * _multiprocessors(device.index))
+    blocks = min(-(-rows * kernel.slices.slices // WARPS), BLOCKS * _multiprocessors(device.index))
     if blocks:
         _run(kernel, blocks, device, tensors, *numbers)
 

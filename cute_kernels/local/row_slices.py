@@ -1,4 +1,4 @@
-"""Pieces of rows, over which local kernels walk. The lanes of a warp hold a piece in registers at once."""
+"""Common code of local kernels on rows, whose slices (../slices.py) are dealt out to the warps of the grid."""
 
 # No "from __future__ import annotations": the kernels' annotations are read as types.
 
@@ -11,6 +11,7 @@ from cutlass import Int32, Int64, range_constexpr
 
 from ..launch import Launched
 from ..rows import Width
+from ..slices import Slices
 from ..views import Vectors
 
 WARPS = 8
@@ -18,8 +19,8 @@ WARPS = 8
 
 
 @dataclass(frozen=True)
-class RowPieces(Launched):
-    """A kernel on rows of `hidden_size` numbers, whose pieces are dealt out to the warps of the grid."""
+class RowSlices(Launched):
+    """A kernel on rows of `hidden_size` numbers."""
 
     hidden_size: int
     dtype: str
@@ -43,19 +44,14 @@ class RowPieces(Launched):
         return self.width.row_bytes // 16
 
     @property
-    def pieces(self) -> int:
-        """Pieces of a row."""
-        return -(-self.vectors // (32 * self.most_vectors))
-
-    @property
-    def ahead(self) -> int:
-        """Vectors of an operand that a lane loads before it looks at the first."""
-        return -(-self.vectors // (32 * self.pieces))
+    def slices(self) -> Slices:
+        """Slices of a row. A lane loads its vectors of an operand before it looks at the first."""
+        return Slices(self.width.row_bytes, self.dtype, self.most_vectors)
 
     @cute.jit
     def load(self, at: Int64, first: Int32, words: Any, where: int = 0) -> None:
         """By a lane: loads its vectors from the `first`; behind the end of the row the last one again."""
-        for u in range_constexpr(self.ahead):
+        for u in range_constexpr(self.slices.vectors):
             vector = cutlass.min(first + u * 32, self.vectors - 1)
             got = Vectors(at)[vector]
             for i in range_constexpr(4):
@@ -64,7 +60,7 @@ class RowPieces(Launched):
     @cute.jit
     def store(self, at: Int64, first: Int32, words: Any) -> None:
         """By a lane: stores its vectors from the `first`, as far as the row has them."""
-        for u in range_constexpr(self.ahead):
+        for u in range_constexpr(self.slices.vectors):
             vector = first + u * 32
             if vector < self.vectors:
                 Vectors(at)[vector] = [words[4 * u + i] for i in range(4)]
