@@ -31,9 +31,9 @@ def install(patch: Any, checks: bool = True) -> list[tuple[str, bool]]:
 
 
 def gemm(
-    a: Tensor, b: Tensor, tile: str = "", concat: tuple[str, ...] | None = None, *, cu_seqlens_m: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None, A_idx: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    a: Tensor, b: Tensor, out: Tensor, tile: str, concat: tuple[str, ...] | None = None, *,
+    cu_seqlens_m: Tensor | None = None, cu_seqlens_k: Tensor | None = None, A_idx: Tensor | None = None,
+) -> None:  # fmt: skip
     ends = cu_seqlens_k if cu_seqlens_m is None else cu_seqlens_m
     assert ends is not None and ends[0] == 0 and ends.dtype == torch.int32
     last = int(ends[-1])
@@ -45,17 +45,19 @@ def gemm(
         assert a.is_contiguous() and 1 in b.stride()[1:] and concat in (None, ("B",))
         if concat:  # along the dimension that is not contiguous
             b = paired(b, 1 if b.stride(2) == 1 else 2)
-        out = grouped_mm(a, b, ends[1:])
+        out.copy_(grouped_mm(a, b, ends[1:]))
         out[last:] = torch.nan
-        return out
-    assert a.stride(0) == 1 and b.is_contiguous() and concat in (None, ("out",)) and not (concat and A_idx is not None)
-    out = weights_gradient(a.t(), b, ends[1:])
-    return out if concat is None else halves(out, 1)
+        return
+    assert a.stride(0) == 1 and b.is_contiguous() and concat in (None, ("out",)) and 1 in out.stride()[1:]
+    made = weights_gradient(a.t(), b, ends[1:])
+    if concat:
+        made = halves(made, 1 if out.stride(2) == 1 else 2)
+    out.copy_(made)
 
 
 def gated(x: Tensor, w: Tensor, h: Tensor, a: Tensor, tile: str, **how: Any) -> None:
     assert w.stride(1) == 1 and h.is_contiguous() and a.is_contiguous()
-    h.copy_(gemm(x, w, tile, ("B",), **how))
+    gemm(x, w, h, tile, ("B",), **how)
     a.copy_(torch.nn.functional.silu(h[:, ::2]) * h[:, 1::2])
 
 
@@ -63,7 +65,8 @@ def gated_gradient(
     grad: Tensor, b: Tensor, h: Tensor, weights: Tensor, grad_h: Tensor, a: Tensor, tile: str, **how: Any
 ) -> Tensor:  # fmt: skip
     assert h.is_contiguous() and grad_h.is_contiguous() and weights.is_contiguous() and weights.shape == h.shape[:1]
-    own = gemm(grad, b, tile, None, **how)
+    own = torch.empty_like(a)
+    gemm(grad, b, own, tile, **how)
     gate, up = h[:, ::2], h[:, 1::2]
     share = torch.sigmoid(gate)
     out = gate * share * up

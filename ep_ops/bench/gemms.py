@@ -11,8 +11,8 @@ more than --gain; rows for other operations, GPUs, sizes and numbers of tokens t
 quack-kernels 0.6.5.
 
 Steps of an expert MLP: up (x w_in), down (a w_out), and in backward the gradients of the rows and of the matrices of
-both. Steps whose names begin with `gated` have SwiGLU or its gradient in their epilogue, and `pairs` are those that go
-with them: for matrices w_in that are the transpose of contiguous ones. `swiglu` are the kernels that they replace, and
+both. Steps whose names begin with `gated` have SwiGLU or its gradient in their epilogue, or go with them, as `pairs up
+rows` does: for matrices w_in that are the transpose of contiguous ones. `swiglu` are the kernels that they replace, and
 `torch` PyTorch's GEMM for comparison.
 """
 
@@ -45,11 +45,11 @@ TILES = ("", "128x256 2x1", "256x128 2x1", "128x192 1x2 pingpong", "256x192 2x1"
 STEPS = {
     "up": "gemm", "down": "gemm", "down rows": "gemm", "up rows": "gemm", "up weights": "gemm weights",
     "down weights": "gemm weights", "gated up": "gemm gated", "gated down rows": "gemm gated gradient",
-    "pairs up rows": "gemm", "pairs up weights": "gemm weights", "swiglu": "", "swiglu backward": "",
+    "pairs up rows": "gemm", "gated up weights": "gemm gated weights", "swiglu": "", "swiglu backward": "",
     "copied rows": "", "torch up": "", "torch down": "",
 }  # fmt: skip
 """Step -> operation of the table; "": it has no choices."""
-GATHERING = "up", "up weights", "gated up", "pairs up weights"
+GATHERING = "up", "up weights", "gated up", "gated up weights"
 """Steps whose rows may be gathered."""
 
 
@@ -176,7 +176,7 @@ def candidates(step: str, tiles: Sequence[str]) -> list[Tile]:
     """Return what is tried for a step."""
     if not STEPS[step]:
         return [Tile()]
-    gathers = (False, True) if step in GATHERING and not step.startswith("pairs") else (False,)
+    gathers = (False, True) if step in GATHERING else (False,)
     both = (Tile(*one) for one in itertools.product(tiles, gathers))
     # A GEMM that gathers cannot have clusters of several columns.
     return [one for one in both if not (one.gathers and "x2" in one.tile.partition(" ")[2])]
@@ -222,7 +222,7 @@ class Tensors:
             "gated up": (hidden, columns, lambda: gated.product(x, self.stored, offs, rows)),
             "gated down rows": (hidden, width, lambda: gated.gradient(g, w_out, h, self.weights, offs)),
             "pairs up rows": (columns, hidden, lambda: gated.rows_gradient(h, self.stored.mT, offs)),
-            "pairs up weights": (hidden, columns, lambda: gated.weights_gradient(x, h, offs, rows)),
+            "gated up weights": (hidden, columns, lambda: gated.weights_gradient(x, h, offs, rows)),
             "swiglu": (columns, width, lambda: SWIGLU(h, *along, 0)),
             "swiglu backward": (columns, width, lambda: SWIGLU_WEIGHTED_BACKWARD(a, h, self.weights, *along)),
             "copied rows": (hidden, hidden, lambda: copy_rows(x, rows, offs)),

@@ -8,6 +8,7 @@ expert. Nothing is measured while a model runs, so that equal calls give equal b
     gemm gated             the same, with SwiGLU in the epilogue
     gemm gated gradient    the same, with the gradient of SwiGLU in the epilogue
     gemm weights           gradients of matrices
+    gemm gated weights     the same, of those whose columns are pairs
 
 The epilogues read and write gate and up of a column side by side, as pairs. quack reads and writes matrices
 [El, H, 2F] of gates and ups in this order if they are the transpose of contiguous ones.
@@ -141,19 +142,22 @@ def _mm(a: Tensor, b: Tensor, offs: Tensor, rows: Tensor | None, pairs: bool) ->
     """Multiply each expert's rows of a [R, M] by its matrix of b [El, M, N], or their transpose by its rows of b. With
     ``rows`` [L] those are a[rows]. ``pairs``: columns of b, or with matrices columns of a, are pairs of gate and up,
     and matrices are the transpose of contiguous ones [El, 2F, H]."""
+    out = _fake(a, b, offs, rows, pairs)
     if not offs.shape[0] or not a.shape[0] or not (rows is None or rows.shape[0]):
-        return torch.zeros_like(_fake(a, b, offs, rows, pairs))
+        return out.zero_()
     of_weights = b.dim() == 2
-    knobs = _knobs("gemm weights" if of_weights else "gemm", a, b, offs, rows)
-    a, how = _gathering(a, rows, offs, knobs.gathers and not (of_weights and pairs))
+    operation = "gemm" if not of_weights else "gemm gated weights" if pairs else "gemm weights"
+    knobs = _knobs(operation, a, b, offs, rows)
+    a, how = _gathering(a, rows, offs, knobs.gathers)
     ends = torch.nn.functional.pad(offs, (1, 0))
-    if pairs and not of_weights:  # saved matrices may come back with other strides
-        return gemm(a, b.contiguous(), knobs.tile, ("B",), cu_seqlens_m=ends)
     if not of_weights:
-        return gemm(a, b, knobs.tile, cu_seqlens_m=ends, **how)
-    if pairs:
-        return gemm(b.mT, a, knobs.tile, ("out",), cu_seqlens_k=ends).mT
-    return gemm(a.mT, b, knobs.tile, cu_seqlens_k=ends, **how)
+        b = b.contiguous() if pairs else b  # saved matrices may come back with other strides
+        gemm(a, b, out, knobs.tile, ("B",) if pairs else None, cu_seqlens_m=ends, **how)
+    elif pairs and not how:  # the matrices as they lie in memory
+        gemm(b.mT, a, out.mT, knobs.tile, ("out",), cu_seqlens_k=ends)
+    else:
+        gemm(a.mT, b, out, knobs.tile, ("out",) if pairs else None, cu_seqlens_k=ends, **how)
+    return out
 
 
 def _fake_gated(x: Tensor, w: Tensor, offs: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,17 +255,12 @@ def _config(tile: str, device: torch.device) -> Any:
 # quack is not imported before it is needed: the import takes a second, and changes the CuTe DSL.
 
 
-def gemm(a: Tensor, b: Tensor, tile: str = "", concat: tuple[str, ...] | None = None, **how: Any) -> Tensor:
-    """Return the result of quack's GEMM."""
+def gemm(a: Tensor, b: Tensor, out: Tensor, tile: str, concat: tuple[str, ...] | None = None, **how: Any) -> None:
+    """Write the result of quack's GEMM."""
     from quack.gemm_interface import gemm_tuned
 
-    if "cu_seqlens_k" in how:
-        out = a.new_empty(how["cu_seqlens_k"].shape[0] - 1, a.shape[0], b.shape[1])
-    else:
-        out = a.new_empty(how.get("A_idx", a).shape[0], b.shape[2])
     config = _config(tile, a.device)
     gemm_tuned.fn(a, b, out, config=config, dynamic_scheduler=True, concat_layout=concat, **how)
-    return out
 
 
 def gated(x: Tensor, w: Tensor, h: Tensor, a: Tensor, tile: str, **how: Any) -> None:

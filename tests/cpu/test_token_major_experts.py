@@ -24,6 +24,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ep_ops
+from ep_ops.backends.cute.tuning import Row
 from ep_ops.nn import TORCH, Computed, Experts, MoELayer, expert_mlp, interleave, keep_experts_apart, quack_mm
 from ep_ops.nn.live_rows import SWIGLU_WEIGHTED_BACKWARD
 from ep_ops.operators import SAVE_FOR_CHECKPOINT
@@ -74,8 +75,9 @@ def _experts(
     called = quacks.install(mock.Mock(setattr=setattr), checks=False)
     with communicator(case, HIDDEN, torch.float64) as comm:
         held = slice(comm.first_local_expert, comm.first_local_expert + comm.num_local_experts)
-        idx = case.topk_idx[rank]
+        idx, tuning = case.topk_idx[rank], quack_mm.tuning(comm.device)
         for how in HOWS:
+            tuning.put(*[Row("gemm gated weights", {"gathers": True})] * (how == "gated late"))
             stored = quacks.transposed if "gated" in how else torch.clone
             start = tokens[rank].x, tokens[rank].weights, stored(matrices[0][held]), matrices[1][held]
             leaves = [each.clone().requires_grad_() for each in start]
