@@ -70,9 +70,9 @@ def check_copies(draw: random.Random) -> None:
 
 
 CHECKS = {
-    "sums": lambda draw: check(draw, draw.choice([2, 8, 32]), False),
-    "sums_weighted": lambda draw: check(draw, draw.choice([1, 3]), True),
-    "sums_many_terms": lambda draw: check(draw, draw.choice([33, 70]), draw.random() < 0.5),
-    "sums_alone": lambda draw: check(draw, 1, False, True),
+    "sum_rows": lambda draw: check(draw, draw.choice([2, 8, 32]), False),
+    "sum_rows_weighted": lambda draw: check(draw, draw.choice([1, 3]), True),
+    "sum_rows_many_terms": lambda draw: check(draw, draw.choice([33, 70]), draw.random() < 0.5),
+    "sum_rows_alone": lambda draw: check(draw, 1, False, True),
     "copies": check_copies,
 }
