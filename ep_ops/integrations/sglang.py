@@ -30,9 +30,8 @@ except ImportError as error:
     ) from error
 
 from ep_ops.communicator import Communicator
-from ep_ops.formats import round_up
 from ep_ops.integrations.deep_ep.buffer import destinations
-from ep_ops.integrations.deep_ep.communicators import format_of, with_scales
+from ep_ops.integrations.deep_ep.communicators import counts_of, format_of, with_scales
 from ep_ops.integrations.plugins import quantization
 from ep_ops.operators.rejection import reject
 from ep_ops.records import Dispatched
@@ -178,12 +177,18 @@ class NormalMode(_Mode):
 
     dispatch_mode = deepep.DeepEPMode.NORMAL
 
+    def __init__(self, config: Any, comm: Communicator, tokens: int) -> None:
+        super().__init__(config, comm, tokens)
+        self._quantize = (
+            quantization()
+        )  # an import that fails, as in SGLang 0.5.14, would search for the module in each call
+
     def dispatch_a(self, hidden_states: Tensor, topk_output: Any) -> tuple[Any, ...]:
         """Quantize the tokens if SGLang quantizes them before they are sent to DeepGEMM."""
         scales = None
         if deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM and self.use_fp8:
             packed = deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0
-            hidden_states, scales = quantization()(
+            hidden_states, scales = self._quantize(
                 hidden_states, 128, column_major_scales=packed, scale_tma_aligned=packed, scale_ue8m0=packed
             )
         return hidden_states, scales, topk_output.topk_ids, topk_output.topk_weights
@@ -197,7 +202,7 @@ class NormalMode(_Mode):
         )
         self._sent = sent
         assert sent.local_idx is not None
-        counts = round_up(sent.route.counts, 128 if deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM else 1).tolist()
+        counts = counts_of(sent, self.comm, 128 if deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM else 1)
         recorder = deepep.get_global_expert_distribution_recorder()
         if recorder.recording:
             per_rank, per_expert, _ = destinations(ids, self.num_experts, self.comm.world_size)

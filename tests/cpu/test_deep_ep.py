@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +23,7 @@ from torch import Tensor
 
 from ep_ops import registry
 from ep_ops.integrations import deep_ep
-from ep_ops.integrations.deep_ep import Buffer, Config, EventHandle, EventOverlap
+from ep_ops.integrations.deep_ep import Buffer, Config, EventHandle, EventOverlap, communicators
 
 # ---------------------------------------------------------------------- many tokens
 
@@ -325,6 +328,33 @@ def test_what_is_rejected() -> None:
         assert len(said) == len(texts)
         for got, text in zip(said, texts, strict=True):
             assert got.startswith(text), (got, text)
+
+
+def test_counts_do_not_wait_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the cute backend counts are copied on a stream of their own."""
+    seen: list[str] = []
+
+    class Counts:
+        device = torch.device("cpu")
+
+        def tolist(self) -> list[int]:
+            seen.append("copied")
+            return [0, 1, 128, 129]
+
+    @contextlib.contextmanager
+    def on(stream: str) -> Iterator[None]:
+        seen.append(stream)
+        yield
+        seen.append("left")
+
+    monkeypatch.setattr(communicators, "_stream", lambda device: "another")
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    sent: Any = SimpleNamespace(route=SimpleNamespace(counts=Counts()))
+    for backend, order in (("reference", ["copied"]), ("cute", ["another", "copied", "left"])):
+        comm: Any = SimpleNamespace(config=SimpleNamespace(backend=backend))
+        assert communicators.counts_of(sent, comm, 128) == [0, 128, 128, 256]
+        assert seen == order
+        seen.clear()
 
 
 def test_sizes_that_clients_ask_for() -> None:

@@ -33,6 +33,7 @@ def wide(one: Given, dtype: torch.dtype = torch.int32) -> Given:
 
 
 def layers(steps: list[list[Given]], fp8: bool, mode: str) -> None:
+    again = mock.patch("ep_ops.integrations.sglang.quantization", side_effect=AssertionError("imported in each call"))
     with server(fp8, mode) as make:
         dispatcher, other = make(), make()
         assert type(dispatcher).__name__ == "MaybeTboDeepEPDispatcher"
@@ -41,7 +42,7 @@ def layers(steps: list[list[Given]], fp8: bool, mode: str) -> None:
         for number, step in enumerate(steps):
             for extend in (True, False) if mode == "auto" else (mode == "normal",):
                 one = wide(step[dist.get_rank()], torch.int64 if number % 2 else torch.int32)
-                with extending(extend):
+                with extending(extend), again:
                     for layer in (dispatcher, other):
                         out = layer.dispatch(
                             hidden_states=one.x,

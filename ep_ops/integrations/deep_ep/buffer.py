@@ -15,6 +15,7 @@ from ep_ops.integrations.deep_ep.communicators import (
     Rows,
     bound_of,
     check_tokens,
+    counts_of,
     format_of,
     reject_experts,
     with_scales,
@@ -207,11 +208,12 @@ class Buffer(LowLatency):
         sent = comm.dispatch(rows, ids, topk_weights, layout="token_major", max_tokens=bound, **room, **asked)
         counts: list[int] = []
         if not num_worst_tokens:
-            named = sent.route.counts
             if topk_idx is None:
                 held = num_experts // self.group_size
                 named = own.total(num_tokens_per_expert)[self.rank * held : (self.rank + 1) * held]
-            counts = round_up(named, expert_alignment).tolist()
+                counts = round_up(named, expert_alignment).tolist()
+            else:
+                counts = counts_of(sent, comm, expert_alignment)
         prefix = sent.route.sources.new_full((self.group_size, self.group_size), -1)
         prefix[:, self.rank] = sent.route.sources[1:]
         recv_idx = None if topk_idx is None or sent.local_idx is None else sent.local_idx.to(topk_idx.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -12,11 +13,12 @@ from torch import Tensor
 
 from ep_ops import backends
 from ep_ops.communicator import Communicator, together
+from ep_ops.formats import round_up
 from ep_ops.group import meeting
 from ep_ops.group.exchange import Exchange
 from ep_ops.nn.sums import sum_rows
 from ep_ops.operators.rejection import reject
-from ep_ops.records import TOKEN_MAJOR, Route, check_types
+from ep_ops.records import TOKEN_MAJOR, Dispatched, Route, check_types
 
 Rows = Tensor | tuple[Tensor, Tensor]
 """[., H]; or float8_e4m3fn [., H] and their scales, float32 [., H / 128] or int32 (see :func:`format_of`)."""
@@ -174,6 +176,23 @@ def latency_bound(comm: Communicator) -> float:
     """Return the largest ``max_tokens`` of calls on the latency kernels; infinity on the reference backend, which has
     one way for all sizes."""
     return backends.latency_tokens(comm.config) if comm.config.backend == "cute" else math.inf
+
+
+def counts_of(sent: Dispatched, comm: Communicator, alignment: int) -> list[int]:
+    """Return the counts of an exact dispatch, each rounded up to a multiple of ``alignment``.
+
+    On the cute backend the host has waited for the kernel that counts, when the dispatch returns. The counts are then
+    copied on another stream, so that the host does not wait for the rows.
+    """
+    counts = sent.route.counts
+    aside = torch.cuda.stream(_stream(counts.device)) if comm.config.backend == "cute" else contextlib.nullcontext()
+    with aside:
+        return [round_up(count, alignment) for count in counts.tolist()]
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _capturing(device: torch.device) -> bool:
