@@ -101,6 +101,7 @@ def trained() -> list[Any]:
         return [program.train(way, args) for way in WAYS]
 
 
+@pytest.mark.drawn  # test_transformers_gradients.py makes the same models
 def test_transformers_trainer() -> None:
     pytest.importorskip("transformers.distributed.expert_parallel", reason="needs transformers 5.23 or later")
     from transformers_cases import need_implementations
