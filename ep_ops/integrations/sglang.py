@@ -179,9 +179,8 @@ class NormalMode(_Mode):
 
     def __init__(self, config: Any, comm: Communicator, tokens: int) -> None:
         super().__init__(config, comm, tokens)
-        self._quantize = (
-            quantization()
-        )  # an import that fails, as in SGLang 0.5.14, would search for the module in each call
+        # Once: an import that fails, as in SGLang 0.5.14, searches for the module each time.
+        self._quantize = quantization()
 
     def dispatch_a(self, hidden_states: Tensor, topk_output: Any) -> tuple[Any, ...]:
         """Quantize the tokens if SGLang quantizes them before they are sent to DeepGEMM."""
