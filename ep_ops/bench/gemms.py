@@ -11,8 +11,8 @@ more than --gain; rows for other operations, GPUs, sizes and numbers of tokens t
 quack-kernels 0.6.5.
 
 Steps of an expert MLP: up (x w_in), down (a w_out), and in backward the gradients of the rows and of the matrices of
-both. Steps whose names begin with `gated` have SwiGLU or its gradient in their epilogue, or go with them, as `pairs up
-rows` does: for matrices w_in that are the transpose of contiguous ones. `swiglu` are the kernels that they replace, and
+both. Steps whose names begin with `gated` have SwiGLU or its gradient in their epilogue, and `pairs` are those that go
+with them: for matrices w_in that are the transpose of contiguous ones. `swiglu` are the kernels that they replace, and
 `torch` PyTorch's GEMM for comparison.
 """
 
@@ -45,11 +45,11 @@ TILES = ("", "128x256 2x1", "256x128 2x1", "128x192 1x2 pingpong", "256x192 2x1"
 STEPS = {
     "up": "gemm", "down": "gemm", "down rows": "gemm", "up rows": "gemm", "up weights": "gemm weights",
     "down weights": "gemm weights", "gated up": "gemm gated", "gated down rows": "gemm gated gradient",
-    "pairs up rows": "gemm", "gated up weights": "gemm gated weights", "swiglu": "", "swiglu backward": "",
+    "pairs up rows": "gemm", "pairs up weights": "gemm weights", "swiglu": "", "swiglu backward": "",
     "copied rows": "", "torch up": "", "torch down": "",
 }  # fmt: skip
 """Step -> operation of the table; "": it has no choices."""
-GATHERING = "up", "up weights", "gated up", "gated up weights"
+GATHERING = "up", "up weights", "gated up", "pairs up weights"
 """Steps whose rows may be gathered."""
 
 
@@ -144,7 +144,7 @@ class TuneGemms(Run):
         layout = TOKEN_MAJOR if name in GATHERING else GROUPED
         now = self.tuning.knobs(operation, layout, tokens=mean, sizes=sizes) if operation else None
         if now is not None and calls:
-            before = str(Tile(now.tile, now.gathers if "gathers" in KNOBS[operation] else False))
+            before = str(Tile(now.tile, now.gathers and name in GATHERING))
             best = min(calls, key=lambda choice: us[str(choice)])
             result |= {"before": before, "best": str(best)}
             if us[str(best)] < us.get(before, float("inf")) * (1 - self.args.gain) and not name.startswith("pairs"):
@@ -222,7 +222,7 @@ class Tensors:
             "gated up": (hidden, columns, lambda: gated.product(x, self.stored, offs, rows)),
             "gated down rows": (hidden, width, lambda: gated.gradient(g, w_out, h, self.weights, offs)),
             "pairs up rows": (columns, hidden, lambda: gated.rows_gradient(h, self.stored.mT, offs)),
-            "gated up weights": (hidden, columns, lambda: gated.weights_gradient(x, h, offs, rows)),
+            "pairs up weights": (hidden, columns, lambda: gated.weights_gradient(x, h, offs, rows)),
             "swiglu": (columns, width, lambda: SWIGLU(h, *along, 0)),
             "swiglu backward": (columns, width, lambda: SWIGLU_WEIGHTED_BACKWARD(a, h, self.weights, *along)),
             "copied rows": (hidden, hidden, lambda: copy_rows(x, rows, offs)),

@@ -8,7 +8,6 @@ expert. Nothing is measured while a model runs, so that equal calls give equal b
     gemm gated             the same, with SwiGLU in the epilogue
     gemm gated gradient    the same, with the gradient of SwiGLU in the epilogue
     gemm weights           gradients of matrices
-    gemm gated weights     the same, of those whose columns are pairs
 
 The epilogues read and write gate and up of a column side by side, as pairs. quack reads and writes matrices
 [El, H, 2F] of gates and ups in this order if they are the transpose of contiguous ones.
@@ -146,8 +145,7 @@ def _mm(a: Tensor, b: Tensor, offs: Tensor, rows: Tensor | None, pairs: bool) ->
     if not offs.shape[0] or not a.shape[0] or not (rows is None or rows.shape[0]):
         return out.zero_()
     of_weights = b.dim() == 2
-    operation = "gemm" if not of_weights else "gemm gated weights" if pairs else "gemm weights"
-    knobs = _knobs(operation, a, b, offs, rows)
+    knobs = _knobs("gemm weights" if of_weights else "gemm", a, b, offs, rows)
     a, how = _gathering(a, rows, offs, knobs.gathers)
     ends = torch.nn.functional.pad(offs, (1, 0))
     if not of_weights:

@@ -77,7 +77,7 @@ def _experts(
         held = slice(comm.first_local_expert, comm.first_local_expert + comm.num_local_experts)
         idx, tuning = case.topk_idx[rank], quack_mm.tuning(comm.device)
         for how in HOWS:
-            tuning.put(*[Row("gemm gated weights", {"gathers": True})] * (how == "gated late"))
+            tuning.put(*[Row("gemm weights", {"gathers": False})] * (how == "gated late"))
             stored = quacks.transposed if "gated" in how else torch.clone
             start = tokens[rank].x, tokens[rank].weights, stored(matrices[0][held]), matrices[1][held]
             leaves = [each.clone().requires_grad_() for each in start]

@@ -78,7 +78,6 @@ KNOBS = {
     "gemm gated": ("gathers", "tile"),
     "gemm gated gradient": ("tile",),
     "gemm weights": ("gathers", "tile"),
-    "gemm gated weights": ("gathers", "tile"),
 }
 """Operation -> its knobs. Gathered combines and the backward of weighted ones have none: they take the model's SMs."""
 GEMMS = tuple(operation for operation in KNOBS if operation.startswith("gemm"))
