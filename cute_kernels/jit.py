@@ -105,6 +105,11 @@ def prepare(kernel: Any, arch: str) -> None:
     _load_or_compile(kernel, arch, lambda path: None)
 
 
+def keeps() -> bool:
+    """Return whether compiled kernels are kept on disk."""
+    return _private_dir() is not None
+
+
 def prepared(kernel: Any, arch: str) -> bool:
     """Return whether the compiled kernel is on disk."""
     folder = _private_dir()

@@ -142,9 +142,9 @@ class Run(contextlib.AbstractContextManager[Any]):
         """Compile all kernels of the communicators, and others: by the first rank of each host, with all its cores.
         Collective.
 
-        Without it each rank compiles them in its warmup. Does nothing without the cute backend or a disk cache.
+        Does nothing without the cute backend or a disk cache.
         """
-        if self.world_size == 1 or comms[0].backend.name != "cute":
+        if comms[0].backend.name != "cute":
             return
         from cute_kernels import jit
 
@@ -156,7 +156,8 @@ class Run(contextlib.AbstractContextManager[Any]):
         wanted = dict.fromkeys([*others, *(kernel for comm in comms for kernel in all_kernels(comm.config, formats))])
         if int(os.environ.get("LOCAL_RANK", self.rank)) == 0:
             compile_all(list(wanted), arch_of(self.device))
-        dist.barrier()
+        if self.world_size > 1:
+            dist.barrier()
         self.say(f"{len(wanted)} kernels are compiled")
 
     def save(self) -> None:

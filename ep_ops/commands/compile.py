@@ -1,16 +1,13 @@
 """`ep-ops compile`: compile a communicator's kernels into the disk cache, on all cores.
 
 It needs no GPU, so it can be a step of an image build. Otherwise each kernel is compiled when it is first used, or in
-`Communicator.warmup`.
+`Communicator.warmup`, with all cores as well.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import inspect
-import multiprocessing
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -107,14 +104,11 @@ def folder() -> Path:
 
 def compile_all(wanted: Sequence[Any], arch: str) -> None:
     """Compile kernels that are not in the cache yet, with one process for each core."""
-    from cute_kernels import jit
+    from cute_kernels import jit, prepare
 
-    wanted = [kernel for kernel in wanted if not jit.prepared(kernel, arch)]
-    if not wanted:
-        return
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(min(len(wanted), os.cpu_count() or 1), mp_context=context) as pool:
-        list(pool.map(jit.prepare, wanted, [arch] * len(wanted)))  # processes that do not import torch
+    prepare.prepare_all(wanted, arch, prepare.cores())
+    for kernel in wanted:
+        jit.prepare(kernel, arch)  # raises what a process could not
 
 
 def arch_here() -> str | None:

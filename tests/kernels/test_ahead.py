@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 import torch
 
-from cute_kernels import jit
+from cute_kernels import jit, prepare
+from cute_kernels.alarm import RaiseAlarm
 from cute_kernels.internode.wire import BUNDLE, Nvlink
 from ep_ops.backends.cute.backend import all_kernels
+from ep_ops.backends.cute.sizing import problem_of
 from ep_ops.commands import compile as ahead
 from ep_ops.commands.cli import main
 from ep_ops.config import Config
@@ -56,14 +58,45 @@ def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
 
 
 def test_they_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Compiled by another process, loaded by this one without compiling anything."""
-    monkeypatch.setenv("EP_OPS_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    """Compiled by other processes, loaded by this one without compiling anything. Files of the program's folder with
+    names of the standard library are not imported."""
+    folder, cache = tmp_path / "folder", tmp_path / "cache"
+    for made in (folder, cache):
+        made.mkdir(mode=0o700)
+    (folder / "re.py").write_text("raise SystemExit")
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("EP_OPS_CACHE_DIR", str(cache))
+    monkeypatch.setattr(prepare, "cores", lambda: 2)
+    monkeypatch.setattr(jit, "compile_kernel", lambda *args, **more: pytest.fail("compiled once more"))
     wanted = all_kernels(planned(CONFIG, 2))[-2:]
     ahead.compile_all(wanted, "sm_90a")
-    monkeypatch.setattr(jit, "compile_kernel", lambda *args, **more: pytest.fail("compiled once more"))
     for kernel in wanted:
         assert jit.get(kernel, "sm_90a", lambda: False) is not None
+
+
+class Strange(RaiseAlarm):
+    """A kernel of a module that other processes do not find."""
+
+    __module__ = "elsewhere"
+
+
+def test_what_other_processes_cannot_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Kernels that other processes fail at are compiled by this one, and so are all kernels if nothing is kept."""
+    monkeypatch.setenv("EP_OPS_CACHE_DIR", str(tmp_path))
+    tmp_path.chmod(0o700)
+    here: list[Any] = []
+    monkeypatch.setattr(prepare, "cores", lambda: 2)
+    monkeypatch.setitem(sys.modules, "elsewhere", sys.modules[__name__])
+    monkeypatch.setattr(jit, "_compile_to", lambda path, kernel, arch: here.append(kernel))
+    problem = problem_of(planned(CONFIG, 2))
+    wanted = [Strange(problem), Strange(dataclasses.replace(problem, hidden_size=128))]
+    ahead.compile_all(wanted, "sm_90a")
+    assert here == wanted
+    here.clear()
+    monkeypatch.setenv("EP_OPS_CACHE_DIR", "")
+    monkeypatch.setattr(prepare.subprocess, "Popen", lambda *args, **more: pytest.fail("nobody could load it"))
+    prepare.prepare_all(wanted, "sm_90a", 2)
 
 
 @pytest.mark.parametrize(("more", "text"), [

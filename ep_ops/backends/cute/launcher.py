@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,6 +13,7 @@ from cute_kernels import jit
 from cute_kernels.domains import position_words
 from cute_kernels.heap import Problem
 from cute_kernels.launch import Kernel, RankArgs, names
+from cute_kernels.prepare import cores, prepare_all
 
 from ...symmetric import SymmetricBuffer, nvshmem
 from .call_state import CallState
@@ -60,7 +62,11 @@ class Launcher:
         return found
 
     def compile(self, kernels: Iterable[Kernel]) -> None:
-        """Compile and load kernels, so that `get` does not have to."""
+        """Compile kernels, with this rank's share of the host's cores, and load them, so that `get` does not have
+        to."""
+        kernels = list(kernels)
+        ranks = max(1, torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        prepare_all(kernels, self._arch, cores() // ranks)
         for kernel in kernels:
             self._compiled(kernel)
 
