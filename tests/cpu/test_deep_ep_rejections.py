@@ -24,8 +24,9 @@ def text_of(call: Callable[..., Any], given: dict[str, Any]) -> str:
     return ""
 
 
-def low_latency(first: bool) -> list[tuple[str, str]]:
-    """With a wrong argument on rank 1, (its name, the error here). `first`: in the first call of a buffer."""
+def low_latency(first: bool, sent: bool) -> list[tuple[str, str]]:
+    """With a wrong argument on rank 1, (its name, the error here). `first`: in the first call of a buffer. `sent`: the
+    weights are sent with the tokens."""
     wrong_rank = dist.get_rank() == 1
     dispatches: dict[str, dict[str, Any]] = {
         "num_experts": {"num_experts": 7}, "use_nvfp4": {"use_nvfp4": True},
@@ -40,13 +41,14 @@ def low_latency(first: bool) -> list[tuple[str, str]]:
         combines = {
             "overlap": {"overlap": True}, "combine_wait_recv_cost_stats": {"combine_wait_recv_cost_stats": WEIGHTS},
             "zero_copy": {"zero_copy": True}, "handle": {"handle": (1, 2)}, "topk_weights": {"topk_weights": WEIGHTS.T},
-            "topk_idx": {"topk_idx": IDS[1:]},
+            "topk_idx": {"topk_idx": IDS[1:]}, "x": {"x": X[:, 1:]},
         }  # fmt: skip
     found = []
     buffer = Buffer(dist.group.WORLD, explicitly_destroy=True)
     usual: dict[str, Any] = dict(
-        x=X, topk_idx=IDS, num_max_dispatch_tokens_per_rank=MOST, num_experts=EXPERTS, use_fp8=False
-    )
+        x=X, topk_idx=IDS, num_max_dispatch_tokens_per_rank=MOST, num_experts=EXPERTS, use_fp8=False,
+        topk_weights=WEIGHTS if sent else None,
+    )  # fmt: skip
     if not first:
         rows, _, handle, *_ = buffer.low_latency_dispatch(**usual)
         back: dict[str, Any] = dict(x=rows, topk_idx=IDS, topk_weights=WEIGHTS, handle=handle)
@@ -66,9 +68,9 @@ def low_latency(first: bool) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_rejections_of_low_latency_operations(first: bool) -> None:
-    for rank, found in enumerate(run_ranks(2, low_latency, first)):
+@pytest.mark.parametrize(("first", "sent"), [(False, False), (False, True), (True, False)])
+def test_rejections_of_low_latency_operations(first: bool, sent: bool) -> None:
+    for rank, found in enumerate(run_ranks(2, low_latency, first, sent)):
         for name, text in found:
             assert name in text, (rank, name, text)
 
@@ -88,6 +90,8 @@ def throughput(bound: int | None) -> list[tuple[str, str]]:
     for name, wrong in {
         "num_experts": {"num_tokens_per_expert": per_expert.new_zeros(7)}, "topk_idx": {"topk_idx": IDS[0]},
         "is_token_in_rank": {"is_token_in_rank": None}, "scales": {"x": (X, X)},
+        "expert_alignment": {"expert_alignment": torch.tensor([2, 2])}, "expert_alignment is 0":
+        {"expert_alignment": 0},
     }.items():  # fmt: skip
         found.append((name, text_of(buffer.dispatch, usual | (wrong if wrong_rank else {}))))
         assert buffer.dispatch(**usual)[3] == counts
@@ -95,7 +99,10 @@ def throughput(bound: int | None) -> list[tuple[str, str]]:
     for name, wrong in {"topk_idx": {"topk_idx": IDS}, "handle": {"handle": 3}}.items():
         found.append((name, text_of(buffer.dispatch, again | (wrong if wrong_rank else {}))))
         assert torch.equal(buffer.dispatch(**again)[0], rows)
-    for name, wrong in {"handle": {"handle": 3}, "x": {"x": [1]}}.items():
+    wrongs: dict[str, Any] = {"handle": {"handle": 3}, "topk_weights": {"topk_weights": torch.ones(3)}}
+    wrongs |= {"x is": {"x": [1]}, "x has": {"x": X[0]}}
+    wrongs |= {"bias is": {"bias": (1, 2)}, "bias has": {"bias": (X, X, X)}}
+    for name, wrong in wrongs.items():
         found.append((name, text_of(buffer.combine, back | (wrong if wrong_rank else {}))))
         assert torch.equal(buffer.combine(**back)[0], right)
     buffer.destroy()
@@ -121,11 +128,13 @@ def elastic() -> list[tuple[str, str]]:
     right = buffer.combine(**back)[0]
     for name, wrong in {
         "num_experts": {"num_experts": 7}, "topk_idx": {"topk_idx": None}, "scales": {"x": (X, X)},
-        "num_max_tokens_per_rank": {"num_max_tokens_per_rank": 0},
+        "num_max_tokens_per_rank": {"num_max_tokens_per_rank": 0}, "expert_alignment": {"expert_alignment": "2"},
     }.items():  # fmt: skip
         found.append((name, text_of(buffer.dispatch, usual | (wrong if wrong_rank else {}))))
         assert torch.equal(buffer.dispatch(**usual)[0], rows)
-    for name, wrong in {"topk_weights": {"topk_weights": weights}, "handle": {"handle": 3}}.items():
+    wrongs: dict[str, Any] = {"topk_weights of": {"topk_weights": weights}, "handle": {"handle": 3}}
+    wrongs |= {"bias": {"bias": 3}, "x": {"x": X[0]}, "topk_weights has": {"topk_weights": torch.ones(3)}}
+    for name, wrong in wrongs.items():
         found.append((name, text_of(buffer.combine, back | (wrong if wrong_rank else {}))))
         assert torch.equal(buffer.combine(**back)[0], right)
     buffer.destroy()

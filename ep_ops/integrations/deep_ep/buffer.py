@@ -13,7 +13,9 @@ from ep_ops.integrations.deep_ep.communicators import (
     Bias,
     Communicators,
     Rows,
+    alignment_of,
     bound_of,
+    check_rows,
     check_tokens,
     counts_of,
     format_of,
@@ -183,7 +185,8 @@ class Buffer(LowLatency):
                 check_types(Tensor, x=rows)
                 asked = format_of(rows, scales)
             route = handle.route
-            again = own.along(rows, handle.num_experts, route, "dispatch").dispatch_planned(rows, route, **asked)
+            comm = own.along(rows, handle.num_experts, route, "dispatch_planned", "dispatch")
+            again = comm.dispatch_planned(rows, route, **asked)
             return with_scales(again.x, again.scales, scales), None, None, None, None, after(async_finish)
 
         bound = num_worst_tokens // self.group_size if num_worst_tokens else self.max_tokens_per_rank
@@ -201,6 +204,7 @@ class Buffer(LowLatency):
                 first = torch.arange(self.group_size, device=rows.device) * (num_experts // self.group_size)
                 ids = torch.where(is_token_in_rank, first, -1)
             check_tokens(rows, ids)
+            align = alignment_of(expert_alignment)
             asked = format_of(rows, scales)
         if bound is None:
             bound = own.agreed(rows.shape[0], rows.device)
@@ -211,9 +215,9 @@ class Buffer(LowLatency):
             if topk_idx is None:
                 held = num_experts // self.group_size
                 named = own.total(num_tokens_per_expert)[self.rank * held : (self.rank + 1) * held]
-                counts = round_up(named, expert_alignment).tolist()
+                counts = round_up(named, align).tolist()
             else:
-                counts = counts_of(sent, comm, expert_alignment)
+                counts = counts_of(sent, comm, align)
         prefix = sent.route.sources.new_full((self.group_size, self.group_size), -1)
         prefix[:, self.rank] = sent.route.sources[1:]
         recv_idx = None if topk_idx is None or sent.local_idx is None else sent.local_idx.to(topk_idx.dtype)
@@ -241,7 +245,7 @@ class Buffer(LowLatency):
         wait_for(previous_event)
         with self.communicators.informing("combine", "combine", bound_of(handle)):
             check_types(Handle, handle=handle)
-            check_types(Tensor, x=x)
+            check_rows(x, topk_weights, bias, handle.route.topk_idx.shape[1])
         route, experts = handle.route, handle.num_experts
         out = self.communicators.combined(x, route, experts, bias, method="combine")
         weights = None if topk_weights is None else self.communicators.summed(topk_weights, route, experts)

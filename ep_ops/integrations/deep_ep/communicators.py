@@ -18,7 +18,7 @@ from ep_ops.group import meeting
 from ep_ops.group.exchange import Exchange
 from ep_ops.nn.sums import sum_rows
 from ep_ops.operators.rejection import reject
-from ep_ops.records import TOKEN_MAJOR, Dispatched, Route, check_types
+from ep_ops.records import TOKEN_MAJOR, Dispatched, Route, check_types, whole
 
 Rows = Tensor | tuple[Tensor, Tensor]
 """[., H]; or float8_e4m3fn [., H] and their scales, float32 [., H / 128] or int32 (see :func:`format_of`)."""
@@ -35,25 +35,28 @@ class Communicators:
         self._group = group
         self._made: dict[tuple[Any, ...], Communicator] = {}
         self._captured: list[Communicator] = []  # in use by CUDA graphs
-        self._latest: dict[str, Communicator] = {}  # method -> the communicator of its last call
+        self._latest: dict[str, tuple[Communicator, str]] = {}  # method -> its last call's communicator and operator
 
     @contextlib.contextmanager
-    def informing(self, method: str, operator: str, max_tokens: Any = None, agrees: bool = False) -> Iterator[None]:
+    def informing(
+        self, method: str, operator: str = "", max_tokens: Any = None, agrees: bool = False
+    ) -> Iterator[None]:  # fmt: skip
         """Inform the other ranks if the block raises, which comes before the method's first operator. They run this
         ``operator`` on the communicator of the method's last call; before its first call, nobody is informed.
 
         Args:
+            operator: "": that of the method's last call.
             agrees: whether they call :meth:`agreed` first.
         """
         try:
             yield
         except Exception as error:
-            comm = self._latest.get(method)
+            comm, last = self._latest.get(method, (None, ""))
             if agrees:
                 self.agreed(-1, torch.device("cpu") if comm is None else comm.device, error)
             if comm is None or comm.destroyed:
                 raise
-            reject(operator, comm, error, 0, max_tokens)
+            reject(operator or last, comm, error, 0, max_tokens)
 
     def reject_experts(self, method: str, num_experts: int) -> None:
         """Raise ValueError unless all ranks have the same number of experts. Before the first call of the method, the
@@ -92,12 +95,12 @@ class Communicators:
         if _capturing(x.device) and found not in self._captured:
             self._captured.append(found)
         if method:
-            self._latest[method] = found
+            self._latest[method] = found, operator
         return found
 
-    def along(self, x: Tensor, num_experts: int, route: Route, method: str = "") -> Communicator:
-        """Return the communicator for rows like ``x`` along a route. ``method``: as for :meth:`of`."""
-        return self.of(x, num_experts, route.topk_idx.shape[1], route.max_tokens, method)
+    def along(self, x: Tensor, num_experts: int, route: Route, operator: str, method: str = "") -> Communicator:
+        """Return the communicator for rows like ``x`` along a route. ``operator``, ``method``: as for :meth:`of`."""
+        return self.of(x, num_experts, route.topk_idx.shape[1], route.max_tokens, method, operator)
 
     def agreed(self, tokens: int, device: torch.device, problem: Exception | None = None) -> int:
         """Return the largest number of tokens of any rank. Waits for all ranks, which raise if one has a problem."""
@@ -134,7 +137,7 @@ class Communicators:
         """
         several = route.layout != TOKEN_MAJOR
         if not isinstance(bias, tuple) and (round_partial or not several):
-            return self.along(x, num_experts, route, method).combine(x.contiguous(), route, residual=bias)
+            return self.along(x, num_experts, route, "combine", method).combine(x.contiguous(), route, residual=bias)
         if several and round_partial:
             assert slots is not None
             pairs = sum_rows(x.contiguous(), slots)  # rounded sums, in each pair's first row; other rows are zero
@@ -143,7 +146,7 @@ class Communicators:
             wide = wide.index_copy_(0, first, pairs.float())[:-1]
         else:
             wide = x.float()
-        out = self.along(wide, num_experts, route, method).combine(wide, route)
+        out = self.along(wide, num_experts, route, "combine", method).combine(wide, route)
         if bias is not None:
             out = out + (bias[0].float() + bias[1].float() if isinstance(bias, tuple) else bias.float())
         return out.to(x.dtype)
@@ -249,6 +252,32 @@ def check_tokens(x: Any, topk_idx: Any) -> None:
     for name, given in (("x", x), ("topk_idx", topk_idx)):
         if given.dim() != 2:
             raise ValueError(f"{name} has shape {tuple(given.shape)}; allowed: [T, {'H' if name == 'x' else 'K'}]")
+
+
+def alignment_of(expert_alignment: Any) -> int:
+    """Return the multiple that counts are rounded up to. Raise ValueError unless it is an int of at least 1."""
+    number = whole("expert_alignment", expert_alignment)
+    if number < 1:
+        raise ValueError(f"expert_alignment is {number}; allowed: an int of at least 1")
+    return number
+
+
+def check_rows(x: Any, topk_weights: Any, bias: Any, *weights_of_row: int) -> None:
+    """Raise TypeError or ValueError unless these are rows [N, H] of a combine, their weights [N, *weights_of_row] or
+    None, and biases."""
+    check_types(Tensor, x=x)
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}; allowed: [N, H]")
+    if topk_weights is not None:
+        check_types(Tensor, topk_weights=topk_weights)
+        allowed = (x.shape[0], *weights_of_row)
+        if topk_weights.shape != allowed:
+            raise ValueError(f"topk_weights has shape {tuple(topk_weights.shape)}; allowed: {allowed}")
+    several = isinstance(bias, tuple)
+    if several and len(bias) != 2:
+        raise ValueError(f"bias has {len(bias)} tensors; allowed: a tensor, two of them, or None")
+    for one in bias if several else () if bias is None else (bias,):
+        check_types(Tensor, bias=one)
 
 
 def check_ids(route: Route, **given: Tensor) -> None:

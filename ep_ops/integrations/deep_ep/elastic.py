@@ -18,7 +18,9 @@ from ep_ops.integrations.deep_ep.communicators import (
     Bias,
     Communicators,
     Rows,
+    alignment_of,
     bound_of,
+    check_rows,
     check_tokens,
     format_of,
     with_scales,
@@ -235,13 +237,13 @@ class ElasticBuffer:
                 check_types(Tensor, x=rows)
                 asked = format_of(rows, scales, columns)
             route = handle.route
-            comm = own.along(rows, handle.num_experts, route, "dispatch")
+            comm = own.along(rows, handle.num_experts, route, "dispatch_planned", "dispatch")
             again = comm.dispatch_planned(rows, route, topk_weights, zeros=True, **asked)
             received = with_scales(again.x, again.scales, scales)
             return received, handle.local_idx, again.weights, handle, after(async_with_compute_stream)
 
         most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
-        align, sync = expert_alignment or 1, do_cpu_sync is None or do_cpu_sync
+        sync = do_cpu_sync is None or do_cpu_sync
         operator = "dispatch_dynamic" if sync else "dispatch"
         with own.informing("dispatch", operator, most):
             if topk_idx is None or num_experts is None or most <= 0:
@@ -250,6 +252,7 @@ class ElasticBuffer:
                 )
             check_tokens(rows, topk_idx)
             own.reject_experts("dispatch", num_experts)
+            align = alignment_of(expert_alignment or 1)
             asked = format_of(rows, scales, columns)
         comm = own.of(rows, num_experts, topk_idx.shape[1], most, "dispatch", operator)
         layout: dict[str, Any] = {"alignment": align, "zeros": True} if do_expand else {"layout": "token_major"}
@@ -293,7 +296,7 @@ class ElasticBuffer:
         wait_for(previous_event, previous_event_before_epilogue)
         with self.communicators.informing("combine", "combine", bound_of(handle)):
             check_types(EPHandle, handle=handle)
-            check_types(Tensor, x=x)
+            check_rows(x, topk_weights, bias, *(() if handle.do_expand else (handle.route.topk_idx.shape[1],)))
             if topk_weights is not None and handle.do_expand and not self.allow_multiple_reduction:
                 raise ValueError("topk_weights of expanded rows are given; they need allow_multiple_reduction")
         route, experts, weights = handle.route, handle.num_experts, None
@@ -302,7 +305,7 @@ class ElasticBuffer:
         if topk_weights is not None and not handle.do_expand:
             weights = self.communicators.summed(topk_weights, route, experts)
         elif topk_weights is not None:
-            comm = self.communicators.along(x, experts, route)
+            comm = self.communicators.along(x, experts, route, "dispatch_backward")
             given = topk_weights.float().contiguous()
             _, weights = torch.ops.ep.dispatch_backward(None, given, *route.tensors, *route.ints, comm.name)
         return out, weights, after(async_with_compute_stream)

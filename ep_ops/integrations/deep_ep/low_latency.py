@@ -235,7 +235,7 @@ class LowLatency:
                 ``combine_wait_recv_cost_stats`` is given.
         """
         own = self.communicators
-        with own.informing("low_latency_combine", "dispatch_planned", bound_of(handle)):
+        with own.informing("low_latency_combine", max_tokens=bound_of(handle)):
             if overlap:
                 raise NotImplementedError(
                     "overlap is set: a combine cannot follow the signals (comp_signal, src_signals) of a GEMM that"
@@ -250,12 +250,15 @@ class LowLatency:
             check_types(LowLatencyHandle, handle=handle)
             check_types(Tensor, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
             check_ids(handle.route, topk_idx=topk_idx, topk_weights=topk_weights)
-        route, (_, hidden, num_experts) = handle.route, handle.sizes
-        row_weights = handle.row_weights
+            route, (_, hidden, num_experts) = handle.route, handle.sizes
+            if x.dim() < 2 or x.shape[-1] != hidden:
+                raise ValueError(f"x has shape {tuple(x.shape)}; allowed: [El, W C, {hidden}]")
+        row_weights, method = handle.row_weights, "low_latency_combine"
         if not handle.of_same_ids(topk_idx) or not handle.of_same_weights(topk_weights):
             route, row_weights = self._weighted(handle, topk_idx, topk_weights)
+            method = ""  # that of its first operator
         rows = x.reshape(-1, hidden)
-        combined = self.communicators.along(rows, num_experts, route).combine(rows, route, row_weights)
+        combined = own.along(rows, num_experts, route, "combine", method).combine(rows, route, row_weights)
         return combined if out is None else out.copy_(combined), after(async_finish), _nothing
 
     def _weighted(
@@ -268,7 +271,7 @@ class LowLatency:
         """
         route, masked = handle.route, None if handle.of_same_ids(topk_idx) else topk_idx < 0
         blank = topk_weights.new_zeros(topk_weights.shape[0], 4, dtype=torch.float32)
-        comm = self.communicators.along(blank, handle.sizes[2], route, "low_latency_combine")
+        comm = self.communicators.along(blank, handle.sizes[2], route, "dispatch_planned", "low_latency_combine")
         weights = topk_weights.float().contiguous()
         if masked is not None:
             weights = torch.where(masked, _MASKED, weights)
