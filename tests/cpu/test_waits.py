@@ -215,11 +215,12 @@ def test_who_is_named_and_who_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "gone", lambda group, number: None)
     monkeypatch.setattr(waits, "disconnect", lambda group, peer: closed.append((peer - 1) % 4))
 
-    def rank_of(rank: int, timeout: float) -> waits.Waits:
+    def rank_of(rank: int, timeout: float, begins: bool = True) -> waits.Waits:
         config = SimpleNamespace(timeout=timeout)
         member: Any = SimpleNamespace(name="four", rank=rank, world_size=4, group=None, number=1, config=config)
         made = waits.Waits(member)
-        made.begin("ep::dispatch")
+        if begins:
+            made.begin("ep::dispatch")
         return made
 
     rank_of(1, 1.0).end(Never(looks=2))
@@ -230,3 +231,11 @@ def test_who_is_named_and_who_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
         rank_of(2, 60.0).end, Never()
     )
     assert time.monotonic() - begun < 60 and closed == [0, 2]
+
+    store.delete_key("failed")
+    first, second = (rank_of(rank, 1.0, begins=False) for rank in (0, 1))
+    first.give_up("why")
+    second.give_up("the same")
+    why = "rank 0 gave up at operation 0: why"
+    stopped = f"rank 1, which has not begun operation 1 of this communicator, stopped because {why};"
+    assert why in raised(first.check) and stopped in raised(second.check)

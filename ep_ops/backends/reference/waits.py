@@ -119,6 +119,8 @@ class Waits:
         self.check(error)
 
     def _doing(self) -> str:
+        if not self._operation:
+            return failure_text.before_operation(self._rank, 1)
         return failure_text.in_operation(self._rank, self._call, self._operation)
 
     def _warn(self) -> None:
