@@ -254,7 +254,7 @@ class Group:
         """Say what processes have written that ended without a test because of an error."""
         for rank, process in enumerate(self.processes):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                if process.wait(10.0) != 0:
+                if process.wait(60.0) != 0:
                     written = self.logs[rank].read_text(errors="replace")[-1500:]
                     self.run.say(f"{self.stage.name}: rank {rank} ended with {process.returncode}\n{written}")
 
