@@ -68,12 +68,14 @@ def tiles(text: str) -> tuple[str, ...]:
     given = tuple(text.split(","))
     for tile in given:
         if tile and TILE.fullmatch(tile) is None:
-            raise argparse.ArgumentTypeError(f"{tile!r} is no tile; allowed: text such as '128x192 2x1 pingpong', ''")
+            raise argparse.ArgumentTypeError(
+                f"{tile!r} is not a tile; allowed: '128x192 2x1 pingpong', '128x256 2x1', ''"
+            )
     return given
 
 
 def parser() -> argparse.ArgumentParser:
-    options = new_parser(__doc__, "gemms")
+    options = new_parser(__doc__, "gemms", "rows of the tuning table")
     add_sizes(options)
     options.add_argument(
         "--width", type=positive, default=2048, metavar="N", help="intermediate size (default: %(default)s)"

@@ -59,12 +59,12 @@ def only(known: Collection[str]) -> str:
     return f"measure nothing but these: {' '.join(known)}"
 
 
-def new_parser(about: str | None, benchmark: str = "") -> argparse.ArgumentParser:
+def new_parser(about: str | None, benchmark: str = "", writes: str = "all results as JSON") -> argparse.ArgumentParser:
     """Return a parser with the options that all benchmarks have. `benchmark`: name for `ep-ops bench`, or "" for a
-    script."""
+    script. `writes`: what the file of `--out` gets."""
     prog = f"ep-ops bench {benchmark}" if benchmark else None
     parser = argparse.ArgumentParser(prog, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=a_file, metavar="FILE", help="write all results as JSON, after each result")
+    parser.add_argument("--out", type=a_file, metavar="FILE", help=f"write {writes}, after each result")
     add_device_options(parser)
     parser.set_defaults(sharing=1)  # `read` counts the ranks of each GPU
     return parser

@@ -78,7 +78,7 @@ class Found:
 
 
 def parser() -> argparse.ArgumentParser:
-    options = new_parser(__doc__, "tune")
+    options = new_parser(__doc__, "tune", "rows of the tuning table")
     add_sizes(options, TOKENS)
     names = [tuned.call for tuned in CASES]
     options.add_argument(
@@ -197,7 +197,7 @@ def kept(path: Path) -> list[dict[str, Any]]:
     try:
         read(path, "--out")
     except ValueError as error:
-        raise SystemExit(f"ep-ops bench tune: {error}") from None
+        raise SystemExit(f"ep-ops bench: {error}") from None
     return json.loads(path.read_text())
 
 

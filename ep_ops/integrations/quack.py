@@ -29,9 +29,8 @@ def gather_mm(x: Tensor, w: Tensor, lists: ExpertLists) -> Tensor:
     """Multiply the row of each place by its expert's matrix, as :func:`ep_ops.nn.gather_mm`. Differentiable.
 
     Whether the GEMM and that of the gradient of w gather rows of x, or these are copied before, follows from the tuning
-    table. The gradient of a row is the sum of those of its places over k ascending,
-    in fp32, rounded once. Padding places (lists with an alignment above 1) are computed from a row of their expert;
-    their gradient must be zeros.
+    table. The gradient of a row is the sum of those of its places over k ascending, in fp32, rounded once. Padding
+    places (lists with an alignment above 1) are computed from a row of their expert; their gradient must be zeros.
 
     Args:
         x: token-major rows, [R, M].

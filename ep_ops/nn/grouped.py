@@ -114,7 +114,7 @@ class Gemms(NamedTuple):
     gathered_gradient: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
     """``weights_gradient(x[rows], grad, offs)`` from x [R, M], grad [L, N], offs and rows [L]. None: copied."""
     gated: Gated | None = None
-    """GEMMs with SwiGLU in their epilogues. None: SwiGLU is computed apart."""
+    """GEMMs with SwiGLU in their epilogues. None: kernels of its own compute SwiGLU."""
 
 
 TORCH = Gemms(grouped_mm, weights_gradient, late=False)

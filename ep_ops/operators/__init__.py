@@ -18,7 +18,7 @@ __all__ = ["OPERATORS", "SAVE_FOR_CHECKPOINT", "Operator"]
 SAVE_FOR_CHECKPOINT: list[torch._ops.OpOverload] = [op.overload for op in OPERATORS if "backward" not in op.name]
 """Operators whose results ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` is to save, not to recompute.
 
-Without it, checkpointing sends every token again in the backward pass: right, as long as all ranks do, but slow::
+Plain checkpointing sends every token again in the backward pass. With this list it keeps their results::
 
     contexts = functools.partial(create_selective_checkpoint_contexts, SAVE_FOR_CHECKPOINT)
     out = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False, context_fn=contexts)

@@ -123,9 +123,12 @@ def test_knobs_as_numbers_of_blocks() -> None:
         ({"operation": "gemm gated gradient", "gathers": True}, "gathers is True in a row of operation 'gemm gated gr"),
         (
             {"operation": "gemm", "ranks": 2},
-            "ranks is given in a row of operation 'gemm'; allowed: none of ranks, format",
+            "ranks is 2 in a row of operation 'gemm'; allowed keys: operation, gpu, rows, tokens, sizes, gathers, tile",
         ),
-        ({"operation": "combine", "sizes": "8x8"}, "sizes is given in a row of operation 'combine'; allowed: none of "),
+        (
+            {"operation": "combine", "sizes": "8x8"},
+            "sizes is '8x8' in a row of operation 'combine'; allowed keys: operation, gpu, ranks, rows, format, tokens",
+        ),
         (
             {"operation": "dispatch", "surplus": 3, "tokens": 1},
             "surplus is given with tokens; allowed: only gpu and ranks",

@@ -81,7 +81,7 @@ KNOBS = {
 }
 """Operation -> its knobs. Gathered combines and the backward of weighted ones have none: they take the model's SMs."""
 GEMMS = tuple(operation for operation in KNOBS if operation.startswith("gemm"))
-"""Those of quack's GEMMs, which ep_ops/nn/quack_mm.py describes."""
+"""Operations of quack's GEMMs, which ep_ops/nn/quack_mm.py describes."""
 LAYOUTS = "grouped", "token_major"
 TILE = re.compile(r"(\d+)x(\d+) ([12])x([12])( pingpong)?")
 
@@ -137,24 +137,22 @@ def row_of(given: Any) -> Row:
     operation = given.get("operation")
     if not isinstance(operation, str) or operation not in KNOBS:
         raise ValueError(f"operation is {operation!r}; allowed: {', '.join(KNOBS)}")
+    without = ("ranks", "format") if operation in GEMMS else ("sizes",)
+    allowed = [*(key for key in CONDITIONS if key not in without), *KNOBS[operation]]
     named: dict[str, Any] = {}
     knobs: dict[str, Any] = {}
     for key, value in given.items():
+        if key not in allowed:
+            raise ValueError(
+                f"{key} is {value!r} in a row of operation {operation!r}; allowed keys: {', '.join(allowed)}"
+            )
         if key in KNOBS[operation]:
             knobs[key] = _knob(key, value)
-        elif key in CONDITIONS:
-            valid, words = CONDITIONS[key]
-            if not valid(value):
-                raise ValueError(f"{key} is {value!r}; allowed: {words}")
-            named[key] = value
-        else:
-            allowed = ", ".join((*CONDITIONS, *KNOBS[operation]))
-            raise ValueError(f"{key} is {value!r} in a row of operation {operation!r}; allowed keys: {allowed}")
-    without = ("ranks", "format") if operation in GEMMS else ("sizes",)
-    if found := [key for key in without if key in named]:
-        raise ValueError(
-            f"{found[0]} is given in a row of operation {operation!r}; allowed: none of {', '.join(without)}"
-        )
+            continue
+        valid, words = CONDITIONS[key]
+        if not valid(value):
+            raise ValueError(f"{key} is {value!r}; allowed: {words}")
+        named[key] = value
     conditions = [key for key in ("rows", "format", "tokens") if key in named]
     if "surplus" in knobs and conditions:
         raise ValueError(f"surplus is given with {', '.join(conditions)}; allowed: only gpu and ranks")
