@@ -303,8 +303,8 @@ def look_then_wait(mbarrier: Any, phase: Any) -> None:
     """Waits until the phase of an mbarrier in shared memory is over. The first try takes no time limit, hence does not
     put the warp to sleep; those behind it may sleep for up to 10 ms, and wake when the phase is over."""
     _run(
-        "{ .reg .pred full; mbarrier.try_wait.parity.shared.b64 full, [{$r0}], {$r1}; @full bra.uni DONE; "
-        "WAIT: mbarrier.try_wait.parity.shared.b64 full, [{$r0}], {$r1}, 10000000; @full bra.uni DONE; bra.uni WAIT; "
+        "{ .reg .pred full; mbarrier.try_wait.parity.shared.b64 full, [{$r0}], {$r1}; @full bra DONE; "
+        "WAIT: mbarrier.try_wait.parity.shared.b64 full, [{$r0}], {$r1}, 10000000; @full bra DONE; bra.uni WAIT; "
         "DONE: }",
         mbarrier,
         phase,

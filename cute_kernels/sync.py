@@ -125,7 +125,7 @@ POLLS_PER_CHECK = 256
 
 
 class Ranks(Carried):
-    """A kernel's view of the group, built once at its start from the launch arguments."""
+    """A kernel's view of the group, built by each whole block at its start from the launch arguments."""
 
     carried = ("peers", "rank", "report", "timeout_ns", "terms", "own", "epoch", "bank", "mark")
 
@@ -137,10 +137,14 @@ class Ranks(Carried):
         self.timeout_ns = args.timeout_ns
         self.terms = args.terms
         self.own = args.own
-        self.read_epoch()
+        self.read_epoch(heap.problem.num_domains > 1)
 
-    def read_epoch(self) -> None:
+    def read_epoch(self, by_block: bool = False) -> None:
+        """`by_block`: by a whole block, all of whose threads then have the same answer from `goes_on`. An alarm may
+        arrive between two threads' loads, and the answer decides who comes to barriers and to operations of a warp."""
         self.epoch, failed = ptx.ld_u64_pair(self.word(EPOCH))
+        if by_block:
+            failed = Int64(Int32(ptx.barrier_count(Int32(failed & 1)) != 0))
         self.bank = self.epoch & 1
         self.mark = mark_of(self.epoch, self.terms, failed)
 
@@ -161,7 +165,7 @@ class Ranks(Carried):
 
     @property
     def goes_on(self) -> Boolean:
-        """Whether this rank had not given up when this thread began."""
+        """Whether this rank had not given up when this block began, if there are several NVLink domains."""
         return (self.mark ^ (self.epoch << SHIFT)) >= 0
 
     def peer(self, rank: Int32 | int) -> Int64:

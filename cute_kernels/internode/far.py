@@ -44,8 +44,9 @@ def store_far(ranks: sync.Ranks, address: Int64, words: Words) -> None:
 @cute.jit
 def put_far(ranks: sync.Ranks, area: cutlass.Constexpr[str], to: FarTarget, place: Int32, count: Int32) -> None:
     """By the whole block that has stored `count` packets in the send area, from index `place` on."""
-    # Warps may not agree on whether this rank has given up.
-    if ptx.barrier_count(1 - Int32(ranks.goes_on)) == 0:
+    # All packets come before the put.
+    arch.sync_threads()
+    if ranks.goes_on:
         there = Records(ranks.offsets(area).base, to.stride).at(to.number)
         here = Records(ranks.offsets(f"{area}_out").base, to.stride).at(place)
         word = ranks.offsets(f"{area}_words").at(to.number)

@@ -162,8 +162,9 @@ def await_wanted(ranks: sync.Ranks, slot: Int32, batch: Int32, owner: Int32) -> 
     if lane == 0:
         came = sync.await_word(ranks, ranks.own + word, owner, batch)
     p.wire.arrived(ranks, word, lane == 0)
-    # What lane 0 acquired comes before what the others read.
     complete = arch.shuffle_sync(Int32(came >= 0), 0) != 0
+    # What lane 0 acquired comes before what the others read, which a shuffle does not promise.
+    arch.sync_warp()
     wanted = Int32(0)
     if complete and lane < p.batch_tokens:
         wanted = request_at(ranks, ranks.view("wanted_in").at(slot - 1, batch)).masks[lane]

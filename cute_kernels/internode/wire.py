@@ -170,8 +170,8 @@ class Nvshmem(Wire):
         calls = _calls(self.library)
         # What reads the source is no thread of this GPU: each lane's stores come before the put.
         arch.fence_acq_rel_sys()
-        arch.sync_warp()
         count_put(ranks, rank, Int32(arch.lane_idx()))
+        arch.sync_warp()
         calls.put_signal(
             ranks.own + there, ranks.own + here, Uint64(nbytes), ranks.own + word, Uint64(value),
             Int32(NVSHMEM_SIGNAL_SET), rank,

@@ -53,8 +53,27 @@ def test_over_nvlink(name: str) -> None:
     assert f".target {arch}" in ptx and "nvshmem" not in ptx
     assert_in_registers(kernel, arch)
     assert made.shared_bytes <= NEEDED_SHARED_BYTES
+    assert_blocks_agree(ptx)
     if name == "publish":
         assert_relays_behind_a_fence(ptx)
+
+    if name == "combine":
+        assert_hands_requests_on(ptx)
+
+
+def assert_blocks_agree(ptx: str) -> None:
+    """Before its first branch on it, a block agrees whether its rank goes on, which decides who comes to barriers."""
+    first = ptx[ptx.index("ld.relaxed.gpu.global.v2.b64") :]
+    assert re.match(r"[^@]*barrier\.cta\.red\.popc\.aligned", first)
+
+
+def assert_hands_requests_on(ptx: str) -> None:
+    """The lanes of a warp read an owner's request behind a barrier of the warp. One of them has acquired the request's
+    word, and the shuffle that says whether it came orders no loads."""
+    words = r"ld\.acquire\.sys|shfl\.sync\.idx\.b32 \s*%r\d+, %r\d+, 0,|bar\.warp\.sync|ld\.global\.b32"
+    found = re.findall(words, ptx)
+    shuffle = next(i for i, word in enumerate(found) if word.startswith("shfl") and found[i - 1].startswith("ld.acq"))
+    assert found[shuffle + 1 : shuffle + 3] == ["bar.warp.sync", "ld.global.b32"]
 
 
 def assert_relays_behind_a_fence(ptx: str) -> None:
@@ -99,6 +118,7 @@ def test_few_tokens(kernel: Any, arch: str) -> None:
     routes = 2 * isinstance(kernel, latency_dispatch.LatencyDispatch)
     assert count(ptx, "st.volatile.global.v4.b32") >= 2 + routes
     assert "fma.rn.f32" not in ptx, "products and sums are rounded one by one"
+    assert_blocks_agree(ptx)
     made = built(kernel, arch)
     assert made.registers <= 64 and made.stack_bytes <= 128, (made.registers, made.stack_bytes)
 
