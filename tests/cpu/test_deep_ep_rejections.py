@@ -30,14 +30,12 @@ def low_latency(first: bool, sent: bool) -> list[tuple[str, str]]:
     wrong_rank = dist.get_rank() == 1
     dispatches: dict[str, dict[str, Any]] = {
         "num_experts": {"num_experts": 7}, "use_nvfp4": {"use_nvfp4": True},
-        "dispatch_wait_recv_cost_stats": {"dispatch_wait_recv_cost_stats": WEIGHTS},
+        "dispatch_wait_recv_cost_stats": {"dispatch_wait_recv_cost_stats": WEIGHTS}, "x": {"x": X[None]},
+        "topk_idx": {"topk_idx": IDS.tolist()}, "num_max_dispatch_tokens_per_rank":
+        {"num_max_dispatch_tokens_per_rank": "8"},
     }  # fmt: skip
     combines: dict[str, dict[str, Any]] = {}
     if not first:
-        dispatches |= {
-            "x": {"x": X[None]}, "topk_idx": {"topk_idx": IDS.tolist()}, "num_max_dispatch_tokens_per_rank":
-            {"num_max_dispatch_tokens_per_rank": "8"},
-        }  # fmt: skip
         combines = {
             "overlap": {"overlap": True}, "combine_wait_recv_cost_stats": {"combine_wait_recv_cost_stats": WEIGHTS},
             "zero_copy": {"zero_copy": True}, "handle": {"handle": (1, 2)}, "topk_weights": {"topk_weights": WEIGHTS.T},
@@ -84,6 +82,7 @@ def throughput(bound: int | None) -> list[tuple[str, str]]:
         x=X, topk_idx=IDS, topk_weights=WEIGHTS, num_tokens_per_rank=per_rank, is_token_in_rank=in_rank,
         num_tokens_per_expert=per_expert,
     )  # fmt: skip
+    found.append(("topk_idx", text_of(buffer.dispatch, usual | ({"topk_idx": IDS[0]} if wrong_rank else {}))))
     rows, _, _, counts, handle, _ = buffer.dispatch(**usual)
     back: dict[str, Any] = dict(x=rows, handle=handle)
     right = buffer.combine(**back)[0]
@@ -123,6 +122,7 @@ def elastic() -> list[tuple[str, str]]:
         dist.group.WORLD, num_max_tokens_per_rank=MOST, allow_multiple_reduction=False, explicitly_destroy=True
     )
     usual: dict[str, Any] = dict(x=X, topk_idx=IDS, topk_weights=WEIGHTS, num_experts=EXPERTS, do_expand=True)
+    found.append(("topk_idx", text_of(buffer.dispatch, usual | ({"topk_idx": None} if wrong_rank else {}))))
     rows, _, weights, handle, _ = buffer.dispatch(**usual)
     back: dict[str, Any] = dict(x=rows, handle=handle)
     right = buffer.combine(**back)[0]

@@ -42,7 +42,8 @@ class Communicators:
         self, method: str, operator: str = "", max_tokens: Any = None, agrees: bool = False
     ) -> Iterator[None]:  # fmt: skip
         """Inform the other ranks if the block raises, which comes before the method's first operator. They run this
-        ``operator`` on the communicator of the method's last call; before its first call, nobody is informed.
+        ``operator`` on the communicator of the method's last call, or create the first communicator. Before the
+        method's first call, nobody is informed if other methods have created communicators.
 
         Args:
             operator: "": that of the method's last call.
@@ -52,7 +53,7 @@ class Communicators:
             yield
         except Exception as error:
             comm, last = self._latest.get(method, (None, ""))
-            if agrees:
+            if agrees or not self._made:
                 self.agreed(-1, torch.device("cpu") if comm is None else comm.device, error)
             if comm is None or comm.destroyed:
                 raise
