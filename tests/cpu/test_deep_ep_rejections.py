@@ -50,6 +50,8 @@ def low_latency(first: bool, sent: bool) -> list[tuple[str, str]]:
     if not first:
         rows, _, handle, *_ = buffer.low_latency_dispatch(**usual)
         back: dict[str, Any] = dict(x=rows, topk_idx=IDS, topk_weights=WEIGHTS, handle=handle)
+        if sent:  # else the others create a communicator for the weights, which raises another error
+            found.append(("x has", text_of(buffer.low_latency_combine, back | ({"x": X[:, 1:]} if wrong_rank else {}))))
         right = buffer.low_latency_combine(**back)[0]
     for name, wrong in dispatches.items():
         found.append((name, text_of(buffer.low_latency_dispatch, usual | (wrong if wrong_rank else {}))))
@@ -85,6 +87,7 @@ def throughput(bound: int | None) -> list[tuple[str, str]]:
     found.append(("topk_idx", text_of(buffer.dispatch, usual | ({"topk_idx": IDS[0]} if wrong_rank else {}))))
     rows, _, _, counts, handle, _ = buffer.dispatch(**usual)
     back: dict[str, Any] = dict(x=rows, handle=handle)
+    found.append(("x", text_of(buffer.combine, back | ({"x": X[0]} if wrong_rank else {}))))
     right = buffer.combine(**back)[0]
     for name, wrong in {
         "num_experts": {"num_tokens_per_expert": per_expert.new_zeros(7)}, "topk_idx": {"topk_idx": IDS[0]},

@@ -42,8 +42,8 @@ class Communicators:
         self, method: str, operator: str = "", max_tokens: Any = None, agrees: bool = False
     ) -> Iterator[None]:  # fmt: skip
         """Inform the other ranks if the block raises, which comes before the method's first operator. They run this
-        ``operator`` on the communicator of the method's last call, or create the first communicator. Before the
-        method's first call, nobody is informed if other methods have created communicators.
+        ``operator`` on the communicator of the method's last call (before its first call: on that of another
+        method), or create the first communicator.
 
         Args:
             operator: "": that of the method's last call.
@@ -52,7 +52,7 @@ class Communicators:
         try:
             yield
         except Exception as error:
-            comm, last = self._latest.get(method, (None, ""))
+            comm, last = self._latest.get(method) or next(reversed(self._latest.values()), (None, ""))
             if agrees or not self._made:
                 self.agreed(-1, torch.device("cpu") if comm is None else comm.device, error)
             if comm is None or comm.destroyed:
