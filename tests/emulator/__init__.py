@@ -7,7 +7,10 @@ What is emulated: fixed-width integers, bounds and alignment of global and share
 of warps (which must be reached by all 32 lanes alike), barriers of blocks, mbarriers and bulk copies, dependent
 launches, and blocks that start late.
 
-What is not: the order in which memory becomes visible, proxies, fences and timing. Each access is complete at once, and
-a warp is interrupted only where it waits: this proves logic, not order. Nor is what the DSL makes of the source: that
+Lanes of a warp go apart: now and then one stops before an access to memory, while the others go on to their next
+collective. Lanes that load or store a line (latency/packets.py) must have met since their last access.
+
+What is not: the order in which memory becomes visible, proxies, fences and timing. Each access is complete at once:
+this proves logic, not order. Nor is what the DSL makes of the source: that
 it traces and compiles is what other tests see.
 """

@@ -206,6 +206,8 @@ fence_proxy = fence_acq_rel_sys = nothing
 def inline_ptx(text: str, write_only_types: Any = (), read_only_args: Any = ()) -> Any:
     """The instructions that kernels write themselves."""
     memory, given = machine.memory(), read_only_args
+    if "volatile" in text:
+        assert me().together, "lanes of a line go apart before they load or store it"
     if text.startswith("ld.volatile.global.v4"):
         return tuple(Uint32(word) for word in memory.load_words(given[0], 4, 16))
     if text.startswith("st.volatile.global.v4"):

@@ -10,6 +10,8 @@ from .memory import GlobalMemory
 draw = random.Random()
 clock = 0
 """Nanoseconds to kernels; it advances with each round of the scheduler."""
+accesses = 0
+"""How many accesses to memory are left before the next one at which a lane stops (threads.pause)."""
 networks: list[Any] = []
 """The network between the heaps in this memory, if there is one."""
 _memories: list[GlobalMemory] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -90,6 +91,7 @@ class SharedArray:
     """An array in the shared memory of a block, or a pointer into one. It holds random bytes at first."""
 
     layout = None
+    pause: Callable[[], None]  # before an access (threads.py, which imports this)
 
     def __init__(self, kind: type, view: memoryview, first: int = 0) -> None:
         self.kind, self.view, self.first = kind, view, first
@@ -106,10 +108,12 @@ class SharedArray:
         return where
 
     def __getitem__(self, index: Any) -> Any:
+        SharedArray.pause()
         value = self.view[self.at(index)]
         return self.kind(value) if issubclass(self.kind, Fixed) else numpy.float32(value)
 
     def __setitem__(self, index: Any, value: Any) -> None:
+        SharedArray.pause()
         self.view[self.at(index)] = self.kind(value) if issubclass(self.kind, Fixed) else float(value)
 
     def __add__(self, offset: Any) -> SharedArray:

@@ -259,6 +259,10 @@ MUTATIONS = {
         "given_few", COMBINE, "            if row >= args.num_rows:\n                row = Int32(-1)\n            own",
         "            own",
     ),
+    "lines, stored by lanes that are apart": Mutation(
+        "latency_across", "latency/packets.py", '    arch.sync_warp()\n    arch.inline_ptx("st',
+        '    arch.inline_ptx("st',
+    ),
     "gemm, a stage read before it is full": Mutation(
         "few_rows", FEW_ROWS, "ptx.cp_async_wait(ahead - 1)", "ptx.cp_async_wait(ahead)"
     ),

@@ -13,7 +13,7 @@ import torch
 from .arch import Phases, mbarrier_wait, phases, start_store, sync_threads
 from .machine import memory
 from .numbers import Int32, Int64, Uint32, float_of, word_of
-from .threads import look_again, me
+from .threads import look_again, me, pause
 from .warps import cp_async as cp_async
 from .warps import cp_async_commit as cp_async_commit
 from .warps import cp_async_some as cp_async_some
@@ -101,7 +101,8 @@ def st_release_shared(ptr: Any, value: Any) -> None:
 
 
 def add_shared(ptr: Any, value: Any) -> None:
-    ptr[0] = int(ptr[0]) + int(value)
+    at = ptr.at(0)
+    ptr.view[at] += int(value)
 
 
 def ld_shared_v4(ptr: Any) -> tuple[Uint32, ...]:
@@ -267,3 +268,17 @@ def bulk_load(smem_ptr: Any, addr: Any, nbytes: Any, mbarrier: Any) -> None:
 
 def bulk_store(addr: Any, smem_ptr: Any, nbytes: Any) -> None:
     start_store(addr, smem_ptr.raw(int(nbytes)).cast("I"))
+
+
+def behind_a_pause(access: Any) -> Any:
+    def call(*values: Any) -> Any:
+        pause()
+        return access(*values)
+
+    return call
+
+
+ACCESSES = ("ld_", "st_", "atom_", "red_", "add_shared", "bulk_", "cp_async")
+globals().update(
+    {name: behind_a_pause(access) for name, access in list(globals().items()) if name.startswith(ACCESSES)}
+)

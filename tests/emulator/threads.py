@@ -15,6 +15,7 @@ from typing import Any
 from greenlet import getcurrent, greenlet
 
 from . import machine
+from .memory import SharedArray
 
 WARP = 32
 QUIET_TURNS = 300
@@ -23,6 +24,17 @@ QUIET_TURNS = 300
 
 class Yield:
     """The thread looks again later."""
+
+
+@dataclasses.dataclass
+class Pause:
+    """The thread goes on after so many turns of its warp."""
+
+    turns: int
+
+
+ACCESSES, TURNS = 60, 12
+"""The most accesses of all threads to memory between two pauses of some, and the most turns of one."""
 
 
 @dataclasses.dataclass
@@ -68,6 +80,7 @@ class Thread(greenlet):
         self.result: Any = None
         self.began = self.triggered = False
         self.missing = 0  # rounds that its warp misses
+        self.together = False  # with all lanes of its warp: no access to memory since they met in a collective
         self.allocated = 0  # arrays of shared memory that it has come to
         self.stores: list[list[Any]] = [[]]  # bulk stores of each group that is not known to be complete
         self.copies: list[list[Any]] = [[]]  # asynchronous copies of 16 bytes, likewise
@@ -92,6 +105,21 @@ def wait(state: Any) -> Any:
 
 def look_again() -> None:
     wait(Yield())
+
+
+def pause() -> None:
+    """Before an access to memory: now and then stop a lane there, while the other lanes of its warp go on to their next
+    collective. Lanes that a collective lets go are together up to their next access."""
+    thread = me()
+    if isinstance(thread, Thread):
+        thread.together = False
+        machine.accesses -= 1
+        if machine.accesses < 0:
+            machine.accesses = machine.draw.randint(0, ACCESSES)
+            wait(Pause(machine.draw.randint(1, TURNS)))
+
+
+SharedArray.pause = staticmethod(pause)
 
 
 def collective(combine: Callable[[list[tuple[Any, ...]]], list[Any]]) -> Callable[..., Any]:
@@ -156,6 +184,11 @@ def turn(warp: list[Thread]) -> bool:
     """Lets a warp's lanes go on as far as they can; returns whether anything happened."""
     moved = False
     for thread in warp:
+        if isinstance(thread.state, Pause) and not thread.dead:
+            thread.state.turns -= 1
+            moved = True
+            if thread.state.turns == 0:
+                thread.state = None
         if not thread.dead and (thread.state is None or isinstance(thread.state, Yield)):
             moved |= thread.go_on()
             if isinstance(thread.state, Barrier) and not thread.dead:
@@ -167,7 +200,7 @@ def turn(warp: list[Thread]) -> bool:
         assert len({state.place for state in states}) == 1, f"lanes diverge: {[state.place for state in states]}"
         results = states[0].combine([state.values for state in states])
         for thread, result in zip(alive, results, strict=True):
-            thread.state, thread.result = None, result
+            thread.state, thread.result, thread.together = None, result, True
         moved = True
     return moved
 
