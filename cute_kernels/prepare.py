@@ -32,14 +32,15 @@ def cores() -> int:
 
 
 def prepare_all(kernels: Sequence[Any], arch: str, processes: int) -> None:
-    """Compile the kernels that are not on disk yet, in at most so many processes. What a process cannot compile is left
-    to whoever needs the kernel, and so are all kernels if nothing is kept on disk.
+    """Compile the kernels that are not on disk yet, in at most so many processes. What no process compiles is left to
+    whoever needs the kernel: what one fails at, what is missing if no more processes start, and all kernels if nothing
+    is kept on disk.
 
     Ranks of a host may call it for the same kernels at the same time: each begins with others.
     """
     missing = [kernel for kernel in kernels if not jit.prepared(kernel, arch)] if jit.keeps() else []
     count = min(processes, len(missing))
-    if count < 2:
+    if count < 2 or not sys.executable:
         return
     random.Random(os.getpid()).shuffle(missing)
     paths = str(Path(__file__).parents[1]), [path for path in sys.path if path]
@@ -47,13 +48,14 @@ def prepare_all(kernels: Sequence[Any], arch: str, processes: int) -> None:
     how["env"] = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     with contextlib.ExitStack() as stack:
         started = []
-        for i in range(count):
-            given = stack.enter_context(tempfile.TemporaryFile())
-            pickle.dump(paths, given)
-            pickle.dump((missing[i::count], arch), given)
-            given.seek(0)
-            started.append(subprocess.Popen([sys.executable, "-I", "-c", PROGRAM], stdin=given, **how))
-            stack.callback(started[-1].kill)  # of an interrupted program; does nothing to a process that has ended
+        with contextlib.suppress(OSError):  # such as a limit on processes
+            for i in range(count):
+                given = stack.enter_context(tempfile.TemporaryFile())
+                pickle.dump(paths, given)
+                pickle.dump((missing[i::count], arch), given)
+                given.seek(0)
+                started.append(subprocess.Popen([sys.executable, "-I", "-c", PROGRAM], stdin=given, **how))
+                stack.callback(started[-1].kill)  # of an interrupted program; does nothing to a process that has ended
         for process in started:
             process.wait()
 

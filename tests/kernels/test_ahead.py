@@ -94,6 +94,15 @@ def test_what_other_processes_cannot_compile(monkeypatch: pytest.MonkeyPatch, tm
     ahead.compile_all(wanted, "sm_90a")
     assert here == wanted
     here.clear()
+
+    def too_many(*args: Any, **more: Any) -> None:
+        raise BlockingIOError("too many processes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare.subprocess, "Popen", too_many)
+        ahead.compile_all(wanted, "sm_90a")
+    assert here == wanted
+    here.clear()
     monkeypatch.setenv("EP_OPS_CACHE_DIR", "")
     monkeypatch.setattr(prepare.subprocess, "Popen", lambda *args, **more: pytest.fail("nobody could load it"))
     prepare.prepare_all(wanted, "sm_90a", 2)
