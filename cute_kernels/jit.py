@@ -101,13 +101,20 @@ def get(
 
 
 def prepare(kernel: Any, arch: str) -> None:
-    """Compiles `kernel` into the folder, unless it is there."""
-    _load_or_compile(kernel, arch, lambda path: None)
+    """Compiles `kernel` into the folder, unless it is there. OSError if the folder cannot keep it."""
+    folder = _private_dir()
+    if folder is None:
+        raise OSError("there is no folder for compiled kernels")
+    path = folder / f"{object_name(kernel, arch)}.o"
+    if (digest := _digest_in(path)) is None:
+        _keep(path, kernel, arch, digest)
 
 
 def keeps() -> bool:
-    """Return whether compiled kernels are kept on disk."""
-    return _private_dir() is not None
+    """Return whether compiled kernels are kept on disk. A folder that was filled when an image was built may be read
+    only."""
+    folder = _private_dir()
+    return folder is not None and os.access(folder, os.W_OK | os.X_OK)
 
 
 def prepared(kernel: Any, arch: str) -> bool:
@@ -119,11 +126,18 @@ def prepared(kernel: Any, arch: str) -> bool:
 # ---------------------------------------------------------------------- the folder
 
 
+def named() -> str:
+    """Return the folder of compiled kernels as it is named; "" if nothing is kept on disk."""
+    return os.environ.get("EP_OPS_CACHE_DIR", os.path.join("~", ".cache", "ep_ops"))
+
+
 def cache_dir() -> Path | None:
     """Return the folder of compiled kernels: EP_OPS_CACHE_DIR, by default ~/.cache/ep_ops; None if the variable is
-    empty."""
-    folder = os.environ.get("EP_OPS_CACHE_DIR", os.path.join(os.path.expanduser("~"), ".cache", "ep_ops"))
-    return Path(folder).expanduser() if folder else None
+    empty. OSError if it is in the home of a user who has none."""
+    folder = os.path.expanduser(named())
+    if folder.startswith("~"):
+        raise FileNotFoundError(f"{folder}: HOME is not set, and the system knows no home of this user")
+    return Path(folder) if folder else None
 
 
 def rejection(folder: Path) -> str | None:
@@ -153,11 +167,11 @@ def _private_dir() -> Path | None:
     """Return `cache_dir()` without symbolic links, created if necessary; None, with a warning, if it cannot be used.
 
     Links are resolved once, so what is checked is what is used, whatever a link names afterwards."""
-    named = cache_dir()
-    if named is None:
-        return None
-    folder = Path(os.path.realpath(named))
     try:
+        found = cache_dir()
+        if found is None:
+            return None
+        folder = Path(os.path.realpath(found))
         for made in (*reversed(folder.parents), folder):
             if not made.is_dir():
                 made.mkdir(mode=0o700, exist_ok=True)
@@ -166,7 +180,9 @@ def _private_dir() -> Path | None:
         why = str(error)
     if why is None:
         return folder
-    _warn(f"{named} is not used, so every process compiles all kernels: {why}. EP_OPS_CACHE_DIR names another folder.")
+    _warn(
+        f"{named()} is not used, so every process compiles all kernels: {why}. EP_OPS_CACHE_DIR names another folder."
+    )
     return None
 
 
@@ -253,11 +269,7 @@ def _load_or_compile(kernel: Any, arch: str, load: Callable[[Path], Any]) -> Any
                     return load(path)
                 except Exception as error:  # its type depends on what is wrong with the file
                     _warn(f"{path} cannot be loaded, so {kernel} is compiled again: {error}")
-            with _alone(folder / f"{name}.lock") as alone:
-                for part in folder.glob(f"{name}.*.o") if alone else ():  # of processes that were killed
-                    part.unlink()
-                if _digest_in(path) == digest:  # else another process has compiled it meanwhile
-                    _compile_to(path, kernel, arch)
+            _keep(path, kernel, arch, digest)
             return load(path)
         except OSError as error:
             _warn(f"{kernel} cannot be kept in {folder}, so every process compiles it: {error}")
@@ -271,6 +283,15 @@ def _load_or_compile(kernel: Any, arch: str, load: Callable[[Path], Any]) -> Any
         raise OSError(
             error.errno, f"{kernel} cannot be compiled{where}: {error.strerror or error}; TMPDIR names another folder"
         ) from error
+
+
+def _keep(path: Path, kernel: Any, arch: str, digest: bytes | None) -> None:
+    """Compile `kernel` to `path`, unless another process does it meanwhile: then the file has another digest."""
+    with _alone(path.with_suffix(".lock")) as alone:
+        for part in path.parent.glob(f"{path.stem}.*.o") if alone else ():  # of processes that were killed
+            part.unlink()
+        if _digest_in(path) == digest:
+            _compile_to(path, kernel, arch)
 
 
 def _compile_to(path: Path, kernel: Any, arch: str) -> None:

@@ -18,12 +18,12 @@ from . import jit
 
 PROGRAM = """
 import pickle, sys
-first, others = pickle.load(sys.stdin.buffer)
-sys.path[:] = [first, *sys.path, *others]
+sys.path += pickle.load(sys.stdin.buffer)
 from cute_kernels import prepare
 prepare.prepare_given()
 """
-"""What a process runs, isolated from its folder: a file there may have the name of a module of the standard library."""
+"""What a process runs. It finds what the user's program finds, but the standard library first: a file next to the
+program may have the name of one of its modules."""
 
 
 def cores() -> int:
@@ -40,10 +40,10 @@ def prepare_all(kernels: Sequence[Any], arch: str, processes: int) -> None:
     """
     missing = [kernel for kernel in kernels if not jit.prepared(kernel, arch)] if jit.keeps() else []
     count = min(processes, len(missing))
-    if count < 2 or not sys.executable:
+    if count < 2 or not sys.executable or getattr(sys, "frozen", False):  # frozen: it is the user's program
         return
     random.Random(os.getpid()).shuffle(missing)
-    paths = str(Path(__file__).parents[1]), [path for path in sys.path if path]
+    paths = [*filter(None, sys.path), str(Path(__file__).parents[1])]
     how: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     how["env"] = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     with contextlib.ExitStack() as stack:
@@ -52,16 +52,17 @@ def prepare_all(kernels: Sequence[Any], arch: str, processes: int) -> None:
             for i in range(count):
                 given = stack.enter_context(tempfile.TemporaryFile())
                 pickle.dump(paths, given)
-                pickle.dump((missing[i::count], arch), given)
+                pickle.dump((missing[i::count], arch, os.getpid()), given)
                 given.seek(0)
-                started.append(subprocess.Popen([sys.executable, "-I", "-c", PROGRAM], stdin=given, **how))
+                started.append(subprocess.Popen([sys.executable, "-IS", "-c", PROGRAM], stdin=given, **how))
                 stack.callback(started[-1].kill)  # of an interrupted program; does nothing to a process that has ended
         for process in started:
             process.wait()
 
 
 def prepare_given() -> None:
-    """In one of the processes: compile the kernels that it is given."""
-    kernels, arch = pickle.load(sys.stdin.buffer)
+    """In one of the processes: compile the kernels that it is given, as long as the process that started it lives."""
+    kernels, arch, parent = pickle.load(sys.stdin.buffer)
     for kernel in kernels:
-        jit.prepare(kernel, arch)
+        if os.getppid() == parent:
+            jit.prepare(kernel, arch)

@@ -148,7 +148,7 @@ class Run(contextlib.AbstractContextManager[Any]):
             return
         from cute_kernels import jit
 
-        if jit.cache_dir() is None:
+        if not jit.keeps():
             return
         from ep_ops.backends.cute.backend import all_kernels
         from ep_ops.commands.compile import arch_of, compile_all

@@ -89,26 +89,36 @@ def folder() -> Path:
     """Return the cache folder. RuntimeError if there is none."""
     from cute_kernels import jit
 
-    found = jit.cache_dir()
-    if found is None:
-        raise RuntimeError("EP_OPS_CACHE_DIR is empty: there is no folder to keep compiled kernels in")
     try:
+        found = jit.cache_dir()
+        if found is None:
+            raise RuntimeError("EP_OPS_CACHE_DIR is empty: there is no folder to keep compiled kernels in")
         found.mkdir(mode=0o700, parents=True, exist_ok=True)
         why = jit.rejection(found)
     except OSError as error:
-        why = str(error)
+        raise _unusable(error) from error
     if why is not None:
-        raise RuntimeError(f"{found} cannot keep compiled kernels: {why}; EP_OPS_CACHE_DIR names another folder")
+        raise _unusable(why)
     return found
 
 
+def _unusable(why: object) -> RuntimeError:
+    from cute_kernels import jit
+
+    return RuntimeError(f"{jit.named()} cannot keep compiled kernels: {why}; EP_OPS_CACHE_DIR names another folder")
+
+
 def compile_all(wanted: Sequence[Any], arch: str) -> None:
-    """Compile kernels that are not in the cache yet, with one process for each core."""
+    """Compile kernels that are not in the cache yet, with one process for each core. RuntimeError if it cannot keep
+    them."""
     from cute_kernels import jit, prepare
 
     prepare.prepare_all(wanted, arch, prepare.cores())
-    for kernel in wanted:
-        jit.prepare(kernel, arch)  # raises what a process could not
+    try:
+        for kernel in wanted:
+            jit.prepare(kernel, arch)  # raises what a process could not
+    except OSError as error:
+        raise _unusable(error) from error
 
 
 def arch_here() -> str | None:

@@ -235,7 +235,7 @@ def caches() -> list[str]:
         why = None if folder is None else jit.rejection(folder)
         line = f"kernels    {folder or 'not kept on disk (EP_OPS_CACHE_DIR is empty)'}"
         lines.append(line + (f"  (not used: {why})" if why else ""))
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, OSError) as error:
         lines.append(f"kernels    none ({error})")
     from torch._inductor.runtime.runtime_utils import cache_dir
 

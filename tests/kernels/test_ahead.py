@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import io
+import os
+import pickle
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,7 @@ from cute_kernels.internode.wire import BUNDLE, Nvlink
 from ep_ops.backends.cute.backend import all_kernels
 from ep_ops.backends.cute.sizing import problem_of
 from ep_ops.commands import compile as ahead
+from ep_ops.commands import doctor
 from ep_ops.commands.cli import main
 from ep_ops.config import Config
 from ep_ops.memory import planned
@@ -58,12 +64,14 @@ def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
 
 
 def test_they_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Compiled by other processes, loaded by this one without compiling anything. Files of the program's folder with
-    names of the standard library are not imported."""
-    folder, cache = tmp_path / "folder", tmp_path / "cache"
-    for made in (folder, cache):
+    """Compiled by other processes, loaded by this one without compiling anything. Files with names of the standard
+    library are not imported, neither from the program's folder nor from one that contains cute_kernels."""
+    folder, cache, site = (tmp_path / name for name in ("folder", "cache", "site"))
+    for made in (folder, cache, site):
         made.mkdir(mode=0o700)
-    (folder / "re.py").write_text("raise SystemExit")
+        (made / "tempfile.py").write_text("raise SystemExit")
+    (site / "cute_kernels").symlink_to(Path(jit.__file__).parent)
+    monkeypatch.setattr(prepare, "__file__", str(site / "cute_kernels" / "prepare.py"))
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("EP_OPS_CACHE_DIR", str(cache))
@@ -102,10 +110,26 @@ def test_what_other_processes_cannot_compile(monkeypatch: pytest.MonkeyPatch, tm
         patch.setattr(prepare.subprocess, "Popen", too_many)
         ahead.compile_all(wanted, "sm_90a")
     assert here == wanted
-    here.clear()
+    monkeypatch.setattr(prepare.subprocess, "Popen", lambda *args, **more: pytest.fail("started for nothing"))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "frozen", True, raising=False)  # sys.executable is the program
+        prepare.prepare_all(wanted, "sm_90a", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *given: False)  # a folder that is read only
+        prepare.prepare_all(wanted, "sm_90a", 2)
     monkeypatch.setenv("EP_OPS_CACHE_DIR", "")
-    monkeypatch.setattr(prepare.subprocess, "Popen", lambda *args, **more: pytest.fail("nobody could load it"))
     prepare.prepare_all(wanted, "sm_90a", 2)
+
+
+def test_processes_end_with_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process compiles nothing more when the one that started it has been killed."""
+    compiled: list[Any] = []
+    monkeypatch.setattr(jit, "prepare", lambda kernel, arch: compiled.append(kernel))
+    for parent in (os.getppid(), 0):
+        given = types.SimpleNamespace(buffer=io.BytesIO(pickle.dumps((["kernel"], "sm_90a", parent))))
+        monkeypatch.setattr(sys, "stdin", given)
+        prepare.prepare_given()
+    assert compiled == ["kernel"]
 
 
 @pytest.mark.parametrize(("more", "text"), [
@@ -129,10 +153,34 @@ def test_without_a_gpu_the_arch_is_to_be_said(capsys: pytest.CaptureFixture) -> 
     assert "--arch sm_90a" in capsys.readouterr().err
 
 
+def no_space(path: Path, *given: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
 def test_a_folder_that_cannot_be_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """A folder that cannot be used is an error, and the command does not say that kernels are there."""
+    """A folder that cannot be used or written to is an error, and the command does not say that kernels are there."""
+    monkeypatch.setenv("EP_OPS_CACHE_DIR", str(tmp_path / "full"))
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            ahead,
+            "compile_communicator",
+            lambda *given: ahead.compile_all([RaiseAlarm(problem_of(planned(CONFIG, 2)))], "sm_90a"),
+        )
+        patch.setattr(jit, "_compile_to", no_space)
+        assert main(["compile", *SIZES, "--arch", "sm_90a"]) == 2
+    said = capsys.readouterr()
+    assert "full cannot keep compiled kernels: " in said.err and "No space left" in said.err and not said.out
+    monkeypatch.delenv("EP_OPS_CACHE_DIR")
+    with monkeypatch.context() as patch:
+        patch.setattr(os.path, "expanduser", lambda path: path)  # no HOME, and a user whom the system does not know
+        assert main(["compile", *SIZES, "--arch", "sm_90a"]) == 2
+        assert "cannot keep compiled kernels: ~/.cache/ep_ops: HOME is not set" in capsys.readouterr().err
+        with pytest.warns(RuntimeWarning, match="~/.cache/ep_ops is not used, .* HOME is not set"):
+            assert not jit.keeps()
+        assert "HOME is not set" in "".join(doctor.caches())
+
     monkeypatch.setattr(ahead, "compile_all", lambda wanted, arch: pytest.fail("compiled for nobody"))
     (tmp_path / "file").touch()
     (tmp_path / "shared").mkdir()
