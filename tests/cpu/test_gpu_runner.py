@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "tests/gpu"))
+
+import sanitize  # noqa: E402
 
 FIRST = """
 import os, sys, time
@@ -71,6 +74,20 @@ def test_interrupts_the_run():
 def test_not_run(): pass
 """
 
+TOOL = """
+import os, subprocess, sys, time
+
+path, *command = sys.argv[1:]
+left = {name: value for name, value in os.environ.items() if value}  # as compute-sanitizer does
+child = subprocess.Popen(command, env=left)
+child.wait()
+time.sleep(2)
+with open(path.replace("%p", str(child.pid)), "w") as log:
+    log.write("========= COMPUTE-SANITIZER\\n========= Invalid __global__ read of size 4 bytes\\n")
+    log.write("========= ERROR SUMMARY: 1 error\\n")
+sys.exit(child.returncode)
+"""
+
 
 def run(folder: Path, *options: str) -> tuple[int, dict, str]:
     out = folder / "out.json"
@@ -113,6 +130,19 @@ def test_an_interrupted_run_has_a_table(tmp_path: Path) -> None:
     outcomes = [test["outcome"] for test in found["stages"][0]["tests"]]
     assert code == 1 and outcomes == ["passed", "not run", "not run"], said
     assert "interrupted" in said and "| test_interrupted.py | 1, 0, 0, 2, " in said, said
+
+
+def test_what_a_tool_reports_at_the_end_is_waited_for(tmp_path: Path) -> None:
+    """A program that runs each rank writes what it has found when the rank has ended."""
+    (tmp_path / "test_second.py").write_text(SECOND)
+    (tmp_path / "tool.py").write_text(TOOL)
+    under = f"{sys.executable} {tmp_path}/tool.py {tmp_path}/found-%p.txt"
+    code, found, said = run(tmp_path, "--ranks", "2", "--under", under)
+    assert code == 0 and {test["outcome"] for test in found["stages"][0]["tests"]} == {"passed"}, said
+    logs = sorted(tmp_path.glob("found-*.txt"))
+    assert len(logs) == 2, said
+    for log in logs:
+        assert [*sanitize.unexpected(log.read_text())] == ["Invalid __global__ read of size 4 bytes"]
 
 
 def test_processes_that_run_no_test_say_why(tmp_path: Path) -> None:

@@ -281,7 +281,10 @@ def build(kernel: Any, arch: str) -> None:
 
 
 def serve(folder: Path, arch: str, processes: int) -> None:
-    """Compile the requested kernels until there is a file `end`, and print how many were requested."""
+    """Compile the requested kernels that are not on disk, until there is a file `end`; print how many were
+    requested."""
+    from cute_kernels import jit
+
     waiting: list[tuple[str, int, Any]] = []  # a heap
     count, known = itertools.count(), set[Any]()
     running = set[concurrent.futures.Future[None]]()
@@ -299,7 +302,9 @@ def serve(folder: Path, arch: str, processes: int) -> None:
             failed += sum(future.exception() is not None for future in done)
             running -= done
             while waiting and len(running) < processes + 2:
-                running.add(pool.submit(build, heapq.heappop(waiting)[2], arch))
+                kernel = heapq.heappop(waiting)[2]
+                if not jit.prepared(kernel, arch):  # no process is started for a kernel that is there
+                    running.add(pool.submit(build, kernel, arch))
             time.sleep(0.02)
         print(f"{len(known)} kernels were requested; {len(waiting)} were left, {failed} failed", flush=True)
         for worker in [*pool._processes.values()]:

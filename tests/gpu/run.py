@@ -169,18 +169,19 @@ class Group:
             return
         for rank in range(len(self.processes)):
             self.listen(rank)
+        quiet = time.time() - self.news
         if len(self.finished) == len(self.processes):
-            self.ended = True
-            if not self.heard:
+            reporting = self.run.args.under and any(process.poll() is None for process in self.processes)
+            self.ended = not reporting or quiet > self.run.args.patience  # such a program reports when its process ends
+            if self.ended and not self.heard:
                 self.explain()
             return
         codes = {rank: process.poll() for rank, process in enumerate(self.processes) if rank not in self.finished}
         died = [rank for rank, code in codes.items() if code is not None]
-        quiet = time.time() - self.news
         self.missed = self.missed or (time.time() if died else 0.0)
         if died and time.time() - self.missed > 3:  # until then others may have more to say of the same test
             self.replace(f"rank {died[0]} ended with {codes[died[0]]}", died)
-        elif quiet > (patience := self.run.args.patience if self.at_work else STARTING):
+        elif quiet > (patience := self.run.args.patience if self.at_work else max(STARTING, self.run.args.patience)):
             self.replace(f"no news for {patience:.0f} s", list(codes))
 
     def listen(self, rank: int) -> None:
@@ -423,11 +424,10 @@ class Run:
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
         """Processes that compile kernels, while the tests run."""
-        if self.arch is None:
+        if self.arch is None or self.args.compilers == 0:
             yield
             return
-        processes = max(2, (os.cpu_count() or 4) - 2)
-        given = f"pathlib.Path({str(self.folder)!r}), {self.arch!r}, {processes}"
+        given = f"pathlib.Path({str(self.folder)!r}), {self.arch!r}, {self.args.compilers}"
         code = f"import precompile, pathlib; precompile.serve({given})"
         with open(self.folder / "compiling.log", "wb") as log:
             server = subprocess.Popen(
@@ -447,7 +447,7 @@ class Run:
         """Another process lists the kernels of the stage's files, but those of which single tests are requested."""
         parts = {file for file, test in map(split, self.args.files) if test}
         files = [file for file in stage.files if file not in parts]
-        if self.arch is None or not stage.ranks or not files:
+        if self.arch is None or self.args.compilers == 0 or not stage.ranks or not files:
             return
         command = [sys.executable, str(HERE / "precompile.py"), str(self.folder), str(stage.ranks), *files]
         with open(self.folder / f"listing-{stage.name.replace(' ', '-')}.log", "wb") as log:
@@ -537,6 +537,12 @@ def read(argv: Sequence[str] | None) -> argparse.Namespace:
         type=int,
         default=0,
         help="groups that run at the same time, with --gpus on each GPU (default: as many as fit)",
+    )
+    parser.add_argument(
+        "--compilers",
+        type=int,
+        default=max(2, (os.cpu_count() or 4) - 2),
+        help="processes that compile kernels ahead of the tests; 0: the ranks compile them (default: %(default)s)",
     )
     parser.add_argument("--turns", action="store_true", help="do not start MPS; ranks that share a GPU take turns")
     parser.add_argument("--under", default="", help="program that runs each rank, such as 'compute-sanitizer'")

@@ -2,8 +2,9 @@
 
     python tests/gpu/sanitize.py                                    # all tools, 1 and 2 ranks
     python tests/gpu/sanitize.py --tools racecheck --ranks 1
+    python tests/gpu/sanitize.py --jobs 4 --seconds 500             # tools at the same time, as far as the time goes
 
-A plain run comes first, which compiles the kernels. Ranks take turns on one GPU. Fresh tensors are filled
+A plain run comes first, which compiles the kernels. Processes take turns on one GPU. Fresh tensors are filled
 (conftest.py), so initcheck reports memory that no kernel has written. Reports that are not in `EXPECTED` fail.
 """
 
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import collections
+import concurrent.futures
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -88,9 +91,10 @@ def unexpected(log: str) -> Iterator[str]:
         yield "the tool has not ended"
 
 
-def command(tool: str, ranks: int, folder: Path) -> list[str]:
+def command(tool: str, ranks: int, folder: Path, seconds: float) -> list[str]:
     """Return the command of the runner; `tool` is "" for the plain run."""
-    made = [sys.executable, str(HERE / "run.py"), "--turns", "--ranks", str(ranks), *TESTS[ranks]]
+    made = [sys.executable, str(HERE / "run.py"), "--turns", "--ranks", str(ranks), "--seconds", f"{seconds:.0f}"]
+    made += TESTS[ranks]
     if tool:
         more = " --racecheck-report analysis" if tool == "racecheck" else ""
         log = folder / f"{tool}-{ranks}-%p.txt"
@@ -100,25 +104,42 @@ def command(tool: str, ranks: int, folder: Path) -> list[str]:
     return made
 
 
+def problems(tool: str, ranks: int, folder: Path, end: float) -> list[str]:
+    """Run the tests under a tool, or plainly if it is "", until `end`; return what is wrong."""
+    env = os.environ | {"EP_OPS_GPU_SLOWER": str(SLOWER)}
+    left = max(0.0, end - time.monotonic())
+    ended = subprocess.run(command(tool, ranks, folder, left), env=env, capture_output=True, text=True)
+    found = [f"the tests fail:\n{ended.stdout[-3000:]}{ended.stderr[-1000:]}"] if ended.returncode else []
+    logs = sorted(folder.glob(f"{tool}-{ranks}-*.txt")) if tool else []
+    if tool and not logs:
+        found.append("the tool has written nothing")
+    return found + [*dict.fromkeys(line for log in logs for line in unexpected(log.read_text(errors="replace")))]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
     parser.add_argument("--ranks", nargs="+", type=int, choices=TESTS, default=sorted(TESTS))
+    parser.add_argument("--jobs", type=int, default=1, help="tools that run at the same time (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=86400.0, help="end after this time; tests left out fail")
     args = parser.parse_args(argv)
+    end = time.monotonic() + args.seconds
     folder = Path(tempfile.mkdtemp(prefix="ep_ops_sanitize_"))
-    env = os.environ | {"EP_OPS_GPU_SLOWER": str(SLOWER)}
     bad = 0
-    for ranks in args.ranks:
-        for tool in ("", *args.tools):
-            ended = subprocess.run(command(tool, ranks, folder), env=env, capture_output=True, text=True)
-            found = [f"the tests fail:\n{ended.stdout[-3000:]}{ended.stderr[-1000:]}"] if ended.returncode else []
-            logs = sorted(folder.glob(f"{tool}-{ranks}-*.txt")) if tool else []
-            if tool and not logs:
-                found.append("the tool has written nothing")
-            found += dict.fromkeys(line for log in logs for line in unexpected(log.read_text(errors="replace")))
-            bad += bool(found)
-            print(f"{tool or 'plain run'}, {ranks} ranks: {'FAILED' if found else 'nothing unexpected'}", flush=True)
-            print(*(f"  {line}" for line in found), sep="\n", end="\n" if found else "", flush=True)
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        for ranks in args.ranks:
+            running = {}
+            for tool in ("", *args.tools):
+                running[pool.submit(problems, tool, ranks, folder, end)] = tool
+                if not tool:
+                    concurrent.futures.wait(running)
+            for future in concurrent.futures.as_completed(running):
+                tool, found = running[future], future.result()
+                bad += bool(found)
+                print(
+                    f"{tool or 'plain run'}, {ranks} ranks: {'FAILED' if found else 'nothing unexpected'}", flush=True
+                )
+                print(*(f"  {line}" for line in found), sep="\n", end="\n" if found else "", flush=True)
     print(f"logs: {folder}")
     return int(bad > 0)
 

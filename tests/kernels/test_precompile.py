@@ -31,6 +31,28 @@ import json, precompile
 print(json.dumps({file: [len(find(ranks, 1)) for ranks in (1, 2)] for file, find in precompile.FINDS.items()}))
 """
 
+SERVED = """
+import concurrent.futures, pathlib, sys
+import precompile
+from cute_kernels import jit
+
+folder, submitted = pathlib.Path(sys.argv[1]), []
+
+class Pool(concurrent.futures.ProcessPoolExecutor):
+    def submit(self, function, kernel, arch):
+        submitted.append(kernel)
+        done = concurrent.futures.Future()
+        done.set_result(None)
+        return done
+
+concurrent.futures.ProcessPoolExecutor = Pool
+jit.prepared = lambda kernel, arch: kernel == "there"
+precompile.ask(folder, precompile.LATER, "a", ["there", "missing"])
+precompile.time.sleep = lambda seconds: (folder / "end").touch()
+precompile.serve(folder, "sm_90a", 2)
+print(submitted)
+"""
+
 
 def test_kernels_of_every_file_of_gpu_tests_are_listed() -> None:
     """Every file of tests/gpu has kernels in precompile.FINDS, on 1 or on 2 ranks, or a reason here why it has none."""
@@ -42,3 +64,11 @@ def test_kernels_of_every_file_of_gpu_tests_are_listed() -> None:
     assert all(any(counts) for counts in listed.values()), listed
     assert all(listed[file][0] > 0 for file in ("test_live_rows.py", "test_sums.py", "test_lists.py")), listed
     assert all(listed["test_few_rows.py"]), listed
+
+
+def test_what_is_on_disk_is_not_compiled_again(tmp_path: Path) -> None:
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join([str(GPU), *sys.path])}
+    command = [sys.executable, "-c", SERVED, str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "['missing']"
