@@ -50,6 +50,8 @@ GRACE = 10.0
 """Seconds between asking the processes of a step to end and killing them."""
 PAIRS = ("pair", "pair_tokens", "pair_nccl")
 ROWS = ("dispatch", "dispatch_planned", "combine", "dispatch_token_major", "combine_token_major", "nccl")
+EAGER = ("link", *(name for name in presets.MEASURABLE if name != "pair"))
+"""Everything but what torch compiles."""
 ALL_RANKS = (1, 2, 4)
 """Numbers of ranks on which `make gpu-test` runs all files; on others it runs test_many.py."""
 KINDS = ("doctor", "compile", "latency", "throughput", "decode", "tests")
@@ -91,7 +93,8 @@ def plan(device: str, most: int, groups: int = 1) -> list[Step]:
         Step("compile", 0, f"{shlex.quote(__file__)} --compile --ranks {most}", 150),
     ]
     for count in reversed(sizes(most)):
-        part, rows = (f"--only {','.join(PAIRS)}", f"--only {','.join(ROWS)}") if count < most else ("", "--skip pair")
+        part = f"--only {','.join(PAIRS)}" if count < most else ""
+        rows = f"--only {','.join(ROWS if count < most else EAGER)}"
         found += [
             Step("latency", count, bench("latency", count) + f"--tokens {tokens} --replays 500 {part}", 90),
             Step("throughput", count, bench("throughput", count) + f"--preset quick {rows}", 90),
@@ -128,7 +131,7 @@ def kernels(count: int) -> list[Any]:
         agreed = checked_config(config, count)
         found.update(dict.fromkeys(all_kernels(agreed, formats)))
         local = agreed.num_experts // count
-        found.update(dict.fromkeys(decode.gemm_kernels(model, local, count, TOKENS, turned=False)))
+        found.update(dict.fromkeys(decode.gemm_kernels(model, local, count, TOKENS)))
     return [*found]
 
 

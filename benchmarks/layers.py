@@ -194,10 +194,11 @@ class Session(Run):
             name: self.communicator(MODELS[name].workload(args.tokens), latency_max_tokens=0) for name in args.models
         }
 
-    def measure(self) -> None:
-        self.compile([], *self.comms.values())
+    @torch.enable_grad()
+    def everything(self) -> None:
         wrong: dict[str, float] = {}
         for name, comm in self.comms.items():
+            comm.warmup()
             wrong |= self.of_model(name, comm)
             comm.check_errors()
             comm.destroy()
@@ -265,11 +266,6 @@ def table(run: Found) -> list[str]:
 KEYS = ("forward", "forward_backward")
 
 
-def measure(device: torch.device, args: argparse.Namespace) -> None:
-    with Session(device, args) as session:
-        session.measure()
-
-
 def draw(path: Path) -> None:
     """Draw the timelines of a recorded run: forward and backward on rank 0, one picture for each model."""
     run = json.loads(path.read_text())
@@ -282,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.draw:
         draw(args.draw)
         return 0
-    return on_every_rank(measure, args)
+    return on_every_rank(Session.measure, args)
 
 
 if __name__ == "__main__":

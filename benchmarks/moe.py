@@ -62,7 +62,7 @@ class Session(Run):
         workload = {**facts, "tokens": args.tokens, "dtype": "bf16"}
         super().__init__(device, args, table, workload=workload, results=[])
 
-    def measure(self) -> None:
+    def everything(self) -> None:
         args = self.args
         sizes = dict(
             num_experts=args.experts, hidden_size=args.hidden, top_k=args.top_k, max_tokens_per_rank=max(args.tokens)
@@ -71,7 +71,7 @@ class Session(Run):
             "MoECommunicator": {}, "with statistics": {"statistics": True},
             "with a placement": {"placement": range(args.experts)},
         }  # fmt: skip
-        with contextlib.ExitStack() as stack, torch.no_grad():
+        with contextlib.ExitStack() as stack:
             made = {
                 name: stack.enter_context(
                     MoECommunicator(
@@ -122,11 +122,6 @@ def table(run: Found) -> list[str]:
     return text_table(rows)
 
 
-def measure(device: torch.device, args: argparse.Namespace) -> None:
-    with Session(device, args) as session:
-        session.measure()
-
-
 def options() -> argparse.ArgumentParser:
     parser = new_parser(__doc__)
     add_sizes(parser, (8, 128, 4096))
@@ -135,7 +130,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return on_every_rank(measure, read(options(), argv))
+    return on_every_rank(Session.measure, read(options(), argv))
 
 
 if __name__ == "__main__":

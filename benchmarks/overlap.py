@@ -205,7 +205,8 @@ class Session(Run):
         super().__init__(device, args, table, **facts)
         self.workload = workload
 
-    def measure(self) -> None:
+    @torch.enable_grad()
+    def everything(self) -> None:
         args = self.args
         with self.communicator(self.workload, alignment=ALIGNMENT) as comm:
             if self.device.type == "cuda":
@@ -290,11 +291,6 @@ def table(run: Found) -> list[str]:
     return text_table([("figure", ""), *((name, f"{value:.3f}") for name, value in run["figures"].items())])
 
 
-def measure(device: torch.device, args: argparse.Namespace) -> None:
-    with Session(device, args) as session:
-        session.measure()
-
-
 def options() -> argparse.ArgumentParser:
     parser = new_parser(__doc__)
     add_sizes(parser)
@@ -312,7 +308,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return on_every_rank(measure, read(options(), argv))
+    return on_every_rank(Session.measure, read(options(), argv))
 
 
 if __name__ == "__main__":

@@ -190,11 +190,7 @@ def _over_shapes(found: list[tuple[str, Any]]) -> Any:
 
 def latency_plot(run: Found, stem: Path) -> list[Path]:
     """Writes `stem`-tokens.svg: means as lines, up to the 99th percentile shaded."""
-    lines = {
-        op: sorted(points.items())
-        for (op, deal), points in latency_report.lines_of(run).items()
-        if not deal and len(points) > 1
-    }
+    lines = {op: sorted(points.items()) for op, points in latency_report.lines_of(run).items() if len(points) > 1}
     panels = {panel: {op: c for op, c in ops.items() if op in lines} for panel, ops in PANELS.items()}
     panels = {panel: ops for panel, ops in panels.items() if ops}
     if not panels:

@@ -177,7 +177,7 @@ def measured_errors(gpu: Gpu, many_runs: Sequence[dict[str, Any]], few: dict[str
     timed = [
         (result["op"], few["world_size"], result["tokens"], result["us"])
         for result in few["results"]
-        if result["op"] in ("dispatch", "combine", "pair") and result["deal"] is None
+        if result["op"] in ("dispatch", "combine", "pair")
     ]
     for op, ranks, tokens, took in [*timed, *(("pair", 2, tokens, took) for tokens, took in PAIRS_ON_2.items())]:
         layout = layout_of(few | {"world_size": ranks}, tokens)

@@ -15,7 +15,7 @@ Found = dict[str, Any]
 
 KIND = ("benchmark", "preset", "world_size", "hidden", "experts", "top_k", "pairs")
 """Facts of a run that two runs must have in common. A run has those of its benchmark."""
-KEY = ("op", "tokens", "deal", "hidden", "experts", "top_k", "dtype", "routing", "given_sms")
+KEY = ("op", "tokens", "hidden", "experts", "top_k", "dtype", "routing", "given_sms")
 """What tells the results of a run apart."""
 TIMES = ("graph_us", "steady_us", "us_median", "us")
 """Times of a result, the one to compare first."""

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from ep_ops import Communicator
+from ep_ops.commands.compile import arch_of
 from ep_ops.nn import expert_mlp, few_rows_mlp, few_rows_mlp_e4m3
 from ep_ops.records import Dispatched
 
@@ -101,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = read(options, argv)
     if args.weights == "e4m3" and (args.hidden % 128 or args.width % 128):
         options.error(f"--hidden is {args.hidden} and --width {args.width}; allowed for e4m3: multiples of 128")
-    return on_every_rank(measure, args)
+    return on_every_rank(DecodeLayers.measure, args)
 
 
 def quantize_weights(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,27 +121,21 @@ def quantize_weights(w: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def gemm_kernels(sizes: LayerSizes, local_experts: int, ranks: int, tokens: Sequence[int], turned: bool) -> list[Any]:
+def gemm_kernels(
+    sizes: LayerSizes, local_experts: int, ranks: int, tokens: Sequence[int], weights: str = "bf16",
+    turned: bool = False,
+) -> list[Any]:  # fmt: skip
     """Return the kernels for few rows of these numbers of tokens, with `turned` also those of transposed weights."""
-    from ep_ops.backends.cute.local_kernels import Share, few_rows_kernels
+    from ep_ops.backends.cute.local_kernels import Share, few_rows_e4m3_kernels, few_rows_kernels
 
-    given = local_experts, sizes.hidden, sizes.width, "bf16"
-    shares = [Share(count, sizes.top_k, ranks) for count in tokens]
-    return [
-        kernel
-        for share in shares
-        for transposed in {False, turned}
-        for kernel in few_rows_kernels(*given, share, (transposed, transposed))
-    ]
-
-
-def e4m3_kernels(sizes: LayerSizes, local_experts: int, ranks: int, tokens: Sequence[int]) -> list[Any]:
-    """Return the kernels for few rows and e4m3 weights."""
-    from ep_ops.backends.cute.local_kernels import Share, few_rows_e4m3_kernels
-
-    shares = [Share(count, sizes.top_k, ranks) for count in tokens]
-    given = local_experts, sizes.hidden, sizes.width
-    return [kernel for share in shares for kernel in few_rows_e4m3_kernels(*given, share)]
+    found, given = list[Any](), (local_experts, sizes.hidden, sizes.width)
+    for share in (Share(count, sizes.top_k, ranks) for count in tokens):
+        if weights == "e4m3":
+            found += few_rows_e4m3_kernels(*given, share)
+        else:
+            for transposed in {False, turned}:
+                found += few_rows_kernels(*given, "bf16", share, (transposed, transposed))
+    return found
 
 
 def has_triton(device: torch.device) -> bool:
@@ -196,11 +191,6 @@ def triton_experts(
     return experts
 
 
-def measure(device: torch.device, args: argparse.Namespace) -> None:
-    with DecodeLayers(device, args) as run, torch.no_grad():
-        run.everything()
-
-
 class DecodeLayers(Run):
     """Measures all numbers of tokens, one after the other."""
 
@@ -222,14 +212,14 @@ class DecodeLayers(Run):
             self.say(f"a kernel that only reads: {self.found['read_tb_s']:.2f} TB/s")
         with self.communicator(workload) as comm:
             turned = "transposed" in args.only and args.weights == "bf16"
+            comm.warmup([(FORMAT, "rows")] if args.weights == "e4m3" else [])
             if comm.backend.name == "cute":
+                from cute_kernels import prepare
+
                 sizes = LayerSizes(args.hidden, args.width, args.experts, args.top_k)
-                gemms = gemm_kernels(sizes, comm.num_local_experts, comm.world_size, args.tokens, turned)
-                formats = []
-                if args.weights == "e4m3":
-                    gemms = e4m3_kernels(sizes, comm.num_local_experts, comm.world_size, args.tokens)
-                    formats = [(FORMAT, "rows")]
-                self.compile(formats, comm, others=gemms)
+                local = comm.num_local_experts, comm.world_size
+                gemms = gemm_kernels(sizes, *local, args.tokens, args.weights, turned)
+                prepare.prepare_all(gemms, arch_of(self.device), prepare.cores() // self.world_size)
             self.weights = made(comm, args.width)
             self.turned = tuple(w.mT.contiguous().mT for w in self.weights) if turned else None
             if args.weights == "e4m3":

@@ -99,12 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.error("quack's GEMMs need GPUs, and quack-kernels 0.6.5")
     args.ranks = 1
     args.kept = kept(args.out) if args.out else []
-    return on_every_rank(measure, args)
-
-
-def measure(device: torch.device, args: argparse.Namespace) -> None:
-    with TuneGemms(device, args) as run, torch.no_grad():
-        run.everything()
+    return on_every_rank(TuneGemms.measure, args)
 
 
 class TuneGemms(Run):

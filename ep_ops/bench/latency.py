@@ -3,7 +3,6 @@
 ep-ops bench latency                                           # T = 1, 2, 4, ... 256 tokens a rank
 torchrun --nproc-per-node 4 -m ep_ops bench latency --out results.json
 ep-ops bench latency --ranks 2 --against results.json          # 2 ranks may share a GPU; ratios to a recorded run
-ep-ops bench latency --tokens 64 --deal 132,0,132 --deal 40,40,132      # two other roles of blocks
 ep-ops bench latency --device cpu --tokens 1,2 --hidden 64 --experts 8 --top-k 2 --replays 3    # the benchmark itself
 
 Operations are captured in CUDA graphs of `--pairs` of them, every one with its own random rows and route, and replayed
@@ -16,7 +15,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +27,7 @@ from .against import reject_other_kind
 from .baselines import SameBytes
 from .latency_report import NAMES, table
 from .operators import MAX_ERROR
-from .options import add_against, add_domain_options, add_sizes, names_of, new_parser, only, positive, read, roles
+from .options import add_against, add_domain_options, add_sizes, names_of, new_parser, only, positive, read
 from .presets import SUM_FORMAT
 from .ranks import Run, on_every_rank
 from .steps import Idle, Steps
@@ -55,11 +53,6 @@ def parser() -> argparse.ArgumentParser:
         help="timed replays; comparisons take a tenth of them (default: %(default)s)",
     )
     options.add_argument("--only", type=names_of(NAMES), default=tuple(NAMES), metavar="NAME,NAME", help=only(NAMES))
-    options.add_argument(
-        "--deal", type=roles, action="append", metavar="SENDERS,FIRST,ALL",
-        help="roles of a kernel's blocks, in place of the library's choice: the number that send, the first that"
-        " receives, the number of blocks (GPUs only; repeatable)",
-    )  # fmt: skip
     add_domain_options(options)
     add_against(options)
     return options
@@ -68,10 +61,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser()
     args = read(options, argv)
-    if args.deal and (args.device == "cpu" or args.backend == "reference"):
-        options.error("--deal is given, but the reference backend has no blocks; allowed: GPUs, with the cute backend")
     reject_other_kind(options, args, **facts_of(args))
-    return on_every_rank(measure, args)
+    return on_every_rank(Latency.measure, args)
 
 
 SIZES = ("hidden", "experts", "top_k", "pairs")
@@ -80,11 +71,6 @@ SIZES = ("hidden", "experts", "top_k", "pairs")
 def facts_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return what two runs that can be compared have in common."""
     return {"benchmark": "latency", **{key: getattr(args, key) for key in SIZES}}
-
-
-def measure(device: torch.device, args: argparse.Namespace) -> None:
-    with Latency(device, args) as run, torch.no_grad():
-        run.everything()
 
 
 class Latency(Run):
@@ -102,17 +88,12 @@ class Latency(Run):
         with self.communicator(largest, latency_max_tokens=0) as slow, self.communicator(largest) as fast:
             formats = [FP8] if self.wants("pair_fp8", WARM) else []
             formats += [(SUM_FORMAT, "")] if self.wants("combine_fp8") else []
-            self.compile(formats, fast, slow)
             fast.warmup(formats)
             slow.warmup()
             self.say(f"{self.world_size} ranks on {self.found['machine']['device']}, ready")
-            deals = args.deal or (None,)
-            self.steps = len(args.tokens) * len(deals)
-            for tokens, deal in itertools.product(args.tokens, deals):
-                self.now = {"tokens": tokens, "deal": deal}
-                if deal is not None:
-                    fast.backend.latency.deal = deal  # type: ignore[attr-defined]
-                    fast.calls.forget()  # their launches have other roles of blocks
+            self.steps = len(args.tokens)
+            for tokens in args.tokens:
+                self.now = {"tokens": tokens}
                 self.size(fast, slow, dataclasses.replace(largest, tokens=tokens))
                 self.done += 1
                 self.save()

@@ -30,12 +30,11 @@ NAMES = {
 """What is measured -> its name in the table, in that order. The last does not depend on the number of tokens."""
 
 
-def lines_of(run: Found) -> dict[tuple[str, str], dict[int, Found]]:
-    """Return the results by (name, block roles if given) and number of tokens, in the order of NAMES."""
-    found: dict[tuple[str, str], dict[int, Found]] = {}
+def lines_of(run: Found) -> dict[str, dict[int, Found]]:
+    """Return the results by name and number of tokens, in the order of NAMES."""
+    found: dict[str, dict[int, Found]] = {}
     for result in sorted(run["results"], key=lambda result: list(NAMES).index(result["op"])):
-        deal = ",".join(map(str, result["deal"] or ()))
-        found.setdefault((result["op"], deal), {})[result["tokens"]] = result
+        found.setdefault(result["op"], {})[result["tokens"]] = result
     return found
 
 
@@ -44,10 +43,10 @@ def rows_of(run: Found) -> list[list[str]]:
     lines = lines_of(run)
     sizes = sorted({tokens for points in lines.values() for tokens in points})
     rows = [["µs, mean (p99), at T =", *map(str, sizes)]]
-    for (op, deal), points in lines.items():
+    for op, points in lines.items():
         wrong = "" if all(result.get("correct", True) for result in points.values()) else " WRONG"
         cells = [f"{points[t]['us']:.1f} ({points[t]['us_p99']:.1f})" if t in points else "" for t in sizes]
-        rows.append([NAMES[op] + (f", blocks {deal}" if deal else "") + wrong, *cells])
+        rows.append([NAMES[op] + wrong, *cells])
     return rows
 
 

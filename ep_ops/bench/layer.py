@@ -127,8 +127,10 @@ def measure(device: torch.device, args: argparse.Namespace) -> None:
             run.save()
             run.done += 1
         rounds = max(1, args.iterations // 2)
-        for figure, grads in (("forward", False), ("forward_backward", True)):
-            calls = {name: layer.call(grads, args.mode == "captured") for name, layer in layers.items()}
+        for figure in FIGURES:
+            calls = {name: getattr(layer, figure) for name, layer in layers.items()}
+            if args.mode == "captured":
+                calls = {name: run.timer.captured(call, 1) for name, call in calls.items()}
             for name, timing in run.timer.by_turns(calls, rounds, row=2, rest=False).items():
                 layers[name].found[figure] = timing.median / 1e3
             run.save()
@@ -190,7 +192,7 @@ class Layer:
             torch._dynamo.config.capture_dynamic_output_shape_ops = True
             self.run = torch.compile(self.experts, fullgraph=True)
         self.found: Found = {"way": name, "capacity": sizes.get("capacity"), "places": sizes.get("places")}
-        self.both()  # compiles
+        self.forward_backward()  # compiles
         cuda = comm.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize()
@@ -204,29 +206,13 @@ class Layer:
         del out, grads
         self.found |= {"held_gib": held / 2**30, "peak_gib": peak / 2**30}
 
-    def forward(self) -> Tensor:
+    def forward(self, i: int = 0) -> Tensor:
         with torch.no_grad():
             return self.run(self.inputs.x, self.inputs.idx, self.inputs.weights)
 
-    def both(self) -> None:
+    def forward_backward(self, i: int = 0) -> None:
         out = self.run(self.inputs.x, self.inputs.idx, self.inputs.weights)
         torch.autograd.grad(out, self.leaves, self.inputs.grad)
-
-    def call(self, grads: bool, captured: bool) -> Callable[[int], Any]:
-        """Return what is timed: forward without gradients, or forward and backward."""
-        run = self.both if grads else self.forward
-        if not captured:
-            return lambda i: run()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        return lambda i: graph.replay()
 
 
 def sizes_of(run: Run, comm: Communicator, way: Way) -> dict[str, Any]:

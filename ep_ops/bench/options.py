@@ -18,19 +18,6 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(positive(part) for part in text.split(","))
 
 
-def roles(text: str) -> tuple[int, ...]:
-    """Parse the roles of a kernel's blocks: the number that send, the first that receives, the number of blocks."""
-    try:
-        senders, first, blocks = (int(part) for part in text.split(","))
-    except ValueError:
-        senders = first = blocks = 0
-    if not (0 <= senders <= blocks and 0 <= first <= blocks - 2):  # at least two receive
-        raise argparse.ArgumentTypeError(
-            f"{text} is not SENDERS,FIRST,ALL with SENDERS from 0 to ALL and FIRST from 0 to ALL - 2"
-        )
-    return senders, first, blocks
-
-
 def a_file(text: str) -> Path:
     """Parse the path of a file to be written, and check it before measuring for hours."""
     path = Path(text)

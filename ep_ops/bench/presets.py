@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from .workloads import ROUTINGS, Workload
 
@@ -77,19 +77,10 @@ class Preset:
     def row_bytes(self) -> list[int]:
         return sorted({case.workload.row_bytes for case in self.cases}, reverse=True)
 
-    def with_default_sms(self, dispatch: int | None, combine: int | None) -> Preset:
-        """Sets the budgets of cases that leave them to the backend."""
-        cases = [
-            dataclasses.replace(c, dispatch_sms=c.dispatch_sms or dispatch, combine_sms=c.combine_sms or combine)
-            for c in self.cases
-        ]
-        return Preset(tuple(cases), self.link_sms)
-
-    def without(self, names: set[str]) -> Preset:
-        """Return the preset without the named measurements, and without cases that have none left."""
-        kept = [dataclasses.replace(c, measure=tuple(m for m in c.measure if m not in names)) for c in self.cases]
-        link = () if "link" in names else self.link_sms
-        return Preset(tuple(case for case in kept if case.measure), link)
+    def only(self, names: Collection[str]) -> Preset:
+        """Return the preset with the named measurements, and without cases that have none left."""
+        kept = [dataclasses.replace(c, measure=tuple(m for m in c.measure if m in names)) for c in self.cases]
+        return Preset(tuple(case for case in kept if case.measure), self.link_sms if "link" in names else ())
 
 
 def quick() -> Preset:
@@ -137,7 +128,8 @@ def tiny() -> Preset:
 def full() -> Preset:
     """Return all cases of quick, sms and sizes, which are recorded. Cases that torch compiles take longest and come
     last."""
-    parts = (quick().without({"pair"}), over_sms(), over_sizes(), quick().without({*MEASURABLE} - {"pair"}))
+    others = [name for name in MEASURABLE if name != "pair"]
+    parts = (quick().only(others), over_sms(), over_sizes(), quick().only(["pair"]))
     return Preset(tuple(case for part in parts for case in part.cases), SMS)
 
 

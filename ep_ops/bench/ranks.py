@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ep_ops import Communicator
-from ep_ops.commands.launch import NO_OUTPUT, gpu_count, launch, process_group
+from ep_ops.commands.launch import NO_OUTPUT, launch, process_group
 
 from . import against
 from .figures import machine_line
@@ -44,24 +43,8 @@ def on_every_rank(measure: Measure, args: argparse.Namespace) -> int:
 
 
 def _process(rank: int, store: str | None, world_size: int, measure: Measure, args: argparse.Namespace) -> None:
-    group = sharing_group if args.sharing > 1 else process_group
-    with group(rank, store, world_size, args.device, TIMEOUT) as device:
+    with process_group(rank, store, world_size, args.device, TIMEOUT, args.sharing > 1) as device:
         measure(device, args)
-
-
-@contextlib.contextmanager
-def sharing_group(rank: int, store: str | None, world_size: int, kind: str, timeout: float) -> Iterator[torch.device]:
-    """As `process_group`, for ranks that share GPUs. NCCL does not take them, so the group is one of gloo."""
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    device, options = torch.device(kind, rank % gpu_count()), dict[str, Any]()
-    torch.cuda.set_device(device)
-    if store is not None:
-        options = {"store": dist.FileStore(store, world_size), "rank": rank, "world_size": world_size}
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout), **options)
-    yield device
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def sharing_of(args: argparse.Namespace) -> Found:
@@ -113,6 +96,16 @@ class Run(contextlib.AbstractContextManager[Any]):
         if self.on_link and error is None:
             self.barrier.free()
 
+    @classmethod
+    def measure(cls, device: torch.device, args: argparse.Namespace) -> None:
+        """Run a benchmark, a subclass that these arguments create."""
+        with cls(device, args) as run, torch.no_grad():  # type: ignore[call-arg]
+            run.everything()
+
+    def everything(self) -> None:
+        """Measure, as `measure` does."""
+        raise NotImplementedError
+
     @property
     def sharing(self) -> bool:
         """Whether ranks share GPUs."""
@@ -137,28 +130,6 @@ class Run(contextlib.AbstractContextManager[Any]):
         if domains["domain_size"] is not None or len(comm.config.domains) > 1:
             self.found |= domains | {"wire": comm.config.wire}
         return comm
-
-    def compile(self, formats: list[tuple[str, str]], *comms: Communicator, others: Sequence[Any] = ()) -> None:
-        """Compile all kernels of the communicators, and others: by the first rank of each host, with all its cores.
-        Collective.
-
-        Does nothing without the cute backend or a disk cache.
-        """
-        if comms[0].backend.name != "cute":
-            return
-        from cute_kernels import jit
-
-        if not jit.keeps():
-            return
-        from ep_ops.backends.cute.backend import all_kernels
-        from ep_ops.commands.compile import arch_of, compile_all
-
-        wanted = dict.fromkeys([*others, *(kernel for comm in comms for kernel in all_kernels(comm.config, formats))])
-        if int(os.environ.get("LOCAL_RANK", self.rank)) == 0:
-            compile_all(list(wanted), arch_of(self.device))
-        if self.world_size > 1:
-            dist.barrier()
-        self.say(f"{len(wanted)} kernels are compiled")
 
     def save(self) -> None:
         if self.rank != 0 or self.args.out is None:

@@ -18,14 +18,16 @@ from ep_ops import Communicator
 
 from .baselines import SameBytes
 from .operators import MAX_ERROR, Calls
-from .presets import FORMATS, GATHERED, OPERATORS, SUM_FORMAT, SUMS, TOKEN_MAJOR, Case, Preset
+from .presets import FORMATS, GATHERED, OPERATORS, PRESETS, SUM_FORMAT, SUMS, TOKEN_MAJOR, Case, over_sms
 from .ranks import Run
 from .report import complete, table
 from .timing import CHAIN, Timing, largest
-from .workloads import ALIGNMENT, Workload, expected_traffic
+from .workloads import ALIGNMENT, Workload
 
 CROSSINGS = {"host_dispatch": 0, "pair_forward": 2, "pair_forward_backward": 4}
 """How often the bytes of a dispatch cross in a call, where that is not once."""
+LINK_BYTES = 159_000_000
+"""Bytes that a rank pushes or pulls to measure the link: about those of workload A on 4 ranks."""
 
 
 class Session(Run):
@@ -34,8 +36,11 @@ class Session(Run):
     def __init__(self, device: torch.device, args: argparse.Namespace) -> None:
         super().__init__(device, args, table, preset=args.preset, iterations=args.iterations, link=[], results=[])
 
-    def run(self, preset: Preset) -> None:
-        """Run a preset. The file is written after each result."""
+    def everything(self) -> None:
+        """Run the preset. The file is written after each result."""
+        args = self.args
+        preset = over_sms(args.sms) if args.preset == "sms" and args.sms else PRESETS[args.preset]()
+        preset = preset.only(args.only)
         self.say(f"{self.world_size} ranks on {self.found['machine']['device']}")
         if self.on_link and not self.sharing and preset.link_sms:
             for row_bytes in preset.row_bytes:
@@ -54,12 +59,11 @@ class Session(Run):
     # ------------------------------------------------------------------ what is measured
 
     def link(self, row_bytes: int, sms: tuple[int, ...]) -> None:
-        """Measure the speed of bare pushes and pulls of as many bytes as workload A moves on 4 ranks."""
+        """Measure the speed of bare pushes and pulls of :data:`LINK_BYTES`."""
         from .link import Link
 
         self.say(f"link, rows of {row_bytes} bytes")
-        nbytes = expected_traffic(Workload(), 4).crossing * Workload().row_bytes
-        link = Link(self.device, row_bytes, nbytes // (row_bytes * (self.world_size - 1)))
+        link = Link(self.device, row_bytes, LINK_BYTES // (row_bytes * (self.world_size - 1)))
         link.verify()
         for push in (True, False):
             for blocks in sorted({min(n, link.sms) for n in sms}):
@@ -80,8 +84,7 @@ class Session(Run):
     def workload(self, comm: Communicator, workload: Workload, cases: list[Case]) -> None:
         """Run cases that differ only in budgets, on the same inputs."""
         calls = Calls(comm, workload)
-        with torch.no_grad():
-            self.errors = self.worst(calls.errors())
+        self.errors = self.worst(calls.errors())
         for case in cases:
             self.say(str(case))
             with budget(comm, case):
@@ -90,23 +93,22 @@ class Session(Run):
 
     def case(self, calls: Calls, case: Case) -> None:
         iterations = self.args.iterations
-        with torch.no_grad():
-            for op in OPERATORS:
-                if op in case.measure:
-                    self.operator(case, calls, op, calls.call(op))
-            if "host" in case.measure:
-                self.add(case, calls, "host_dispatch", self.timer.host(calls.dispatcher("dispatch"), iterations))
-            if "nccl" in case.measure and self.world_size > 1 and not self.sharing:
-                same = SameBytes(case.workload, calls.traffic, self.rank, self.device)
-                for direction in ("dispatch", "combine"):
-                    call = getattr(same, direction)
-                    timing, steady = self.timer.whole(call, iterations), self.timer.steady(call, iterations)
-                    self.add(case, calls, f"nccl_{direction}", timing, steady)
-                del same
-            even = case.workload.experts % self.world_size == 0
-            if "eager" in case.measure and self.world_size > 1 and even and not self.sharing:
-                for op, call in zip(("eager_dispatch", "eager_combine"), calls.eager(), strict=True):
-                    self.add(case, calls, op, self.timer.whole(call, max(1, iterations // 2)))
+        for op in OPERATORS:
+            if op in case.measure:
+                self.operator(case, calls, op, calls.call(op))
+        if "host" in case.measure:
+            self.add(case, calls, "host_dispatch", self.timer.host(calls.dispatcher("dispatch"), iterations))
+        if "nccl" in case.measure and self.world_size > 1 and not self.sharing:
+            same = SameBytes(case.workload, calls.traffic, self.rank, self.device)
+            for direction in ("dispatch", "combine"):
+                call = getattr(same, direction)
+                timing, steady = self.timer.whole(call, iterations), self.timer.steady(call, iterations)
+                self.add(case, calls, f"nccl_{direction}", timing, steady)
+            del same
+        even = case.workload.experts % self.world_size == 0
+        if "eager" in case.measure and self.world_size > 1 and even and not self.sharing:
+            for op, call in zip(("eager_dispatch", "eager_combine"), calls.eager(), strict=True):
+                self.add(case, calls, op, self.timer.whole(call, max(1, iterations // 2)))
         if "pair" in case.measure:
             for op, call in zip(("pair_forward", "pair_forward_backward"), calls.compiled(), strict=True):
                 self.operator(case, calls, op, call)
@@ -171,7 +173,6 @@ class Session(Run):
         )
         asked = FORMATS | dict.fromkeys(SUMS, (SUM_FORMAT, ""))
         formats = [how for op, how in asked.items() if any(op in case.measure for case in cases)]
-        self.compile(formats, comm)
         comm.warmup(formats)
         return comm
 

@@ -106,12 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.error(f"--ranks is {args.ranks}, of which {args.sharing} share a GPU; allowed: a GPU for each rank")
     args.backend = "cute"
     args.kept = kept(args.out) if args.out else []
-    return on_every_rank(measure, args)
-
-
-def measure(device: torch.device, args: argparse.Namespace) -> None:
-    with Tune(device, args) as run, torch.no_grad():
-        run.everything()
+    return on_every_rank(Tune.measure, args)
 
 
 # ---------------------------------------------------------------------- the search
@@ -223,7 +218,6 @@ class Tune(Run):
         named = FORMATS | dict.fromkeys(SUMS, (SUM_FORMAT, ""))
         formats = list(dict.fromkeys(named[tuned.call] for tuned in cases if tuned.format))
         with self.communicator(largest, alignment=ALIGNMENT) as comm:
-            self.compile(formats, comm)
             comm.warmup(formats)
             self.steps = len(args.tokens) * len(cases)
             for tokens in args.tokens:

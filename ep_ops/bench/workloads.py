@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_ops.config import default_experts, worst_case_rows
+from ep_ops.config import default_experts
 
 ROUTINGS = ("balanced", "skewed")
 """How experts are drawn. There is "hot 0.2", too: that part of the tokens choose among the experts of rank 0 alone,
@@ -127,14 +126,3 @@ def measure_traffic(topk_idx: Tensor, experts: int, world_size: int) -> Traffic:
     dist.all_gather(gathered, by_rank)
     dist.all_reduce(by_expert)
     return traffic_of(torch.stack(gathered), by_expert)
-
-
-def expected_traffic(workload: Workload, world_size: int) -> Traffic:
-    """Return the average traffic of balanced routing, for plans and estimates, without drawing anything."""
-    held = default_experts(workload.experts, world_size)
-    choices = math.comb(workload.experts, workload.top_k)
-    missed = [math.comb(workload.experts - here, workload.top_k) / choices for here in held]
-    rows = tuple(round(workload.tokens * (1 - share)) for share in missed)
-    each = world_size * workload.tokens * workload.top_k
-    capacity = worst_case_rows(world_size, workload.tokens, workload.top_k, max(held), ALIGNMENT)
-    return Traffic((rows,) * world_size, tuple(each * here // workload.experts for here in held), capacity)

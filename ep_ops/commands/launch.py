@@ -90,7 +90,7 @@ def gpu_count() -> int:
 
 @contextlib.contextmanager
 def process_group(
-    rank: int, store: str | None, world_size: int, kind: str, timeout: float = 300.0
+    rank: int, store: str | None, world_size: int, kind: str, timeout: float = 300.0, sharing: bool = False
 ) -> Iterator[torch.device]:
     """Initialize the default process group of a process that `launch` or torchrun has started, and yield its device.
 
@@ -100,18 +100,21 @@ def process_group(
         world_size: number of ranks; unused under torchrun.
         kind: "cuda" for GPUs and NCCL, "cpu" for gloo.
         timeout: seconds that torch.distributed waits for a rank.
+        sharing: ranks share GPUs, which NCCL does not support: they use gloo.
     """
     device, options = torch.device(kind), dict[str, Any]()
     if kind == "cuda":
-        device = torch.device("cuda", rank)
+        device = torch.device("cuda", rank % gpu_count() if sharing else rank)
         torch.cuda.set_device(device)
+    if sharing:
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    elif kind == "cuda":
         options["device_id"] = device
     if store is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         options |= {"store": dist.FileStore(store, world_size), "rank": rank, "world_size": world_size}
-    dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo", timeout=datetime.timedelta(seconds=timeout), **options
-    )
+    backend = "nccl" if "device_id" in options else "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout), **options)
     yield device
     # Not in a `finally`: after an error the others may be waiting elsewhere, and the launcher ends them.
     dist.barrier()

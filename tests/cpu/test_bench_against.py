@@ -17,14 +17,14 @@ from benchmarks import by_turns
 from ep_ops.bench import against, latency, options, ranks, throughput
 from ep_ops.bench.figures import machine_line
 from ep_ops.bench.timing import HostMark, Timer, largest
-from ep_ops.commands import arguments
+from ep_ops.commands import arguments, launch
 
 MACHINE = dict.fromkeys(("device", "torch", "cuda", "nccl", "driver", "backend"), "x")
 SIZES = {"hidden": 7168, "experts": 256, "top_k": 8, "pairs": 16}
 
 
 def result(op: str, tokens: int, us: float, **more: Any) -> dict[str, Any]:
-    return {"op": op, "tokens": tokens, "deal": None, "us": 2 * us, "us_median": us, **more}
+    return {"op": op, "tokens": tokens, "us": 2 * us, "us_median": us, **more}
 
 
 def run(*results: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -93,12 +93,12 @@ def test_the_group_of_ranks_that_share_is_gloos(monkeypatch: pytest.MonkeyPatch)
     asked: list[Any] = []
     monkeypatch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setattr(ranks, "gpu_count", lambda: 2)
+    monkeypatch.setattr(launch, "gpu_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.append(device.index))
     for name in ("barrier", "destroy_process_group"):
-        monkeypatch.setattr(ranks.dist, name, lambda: None)
-    monkeypatch.setattr(ranks.dist, "init_process_group", lambda backend, **_: asked.append(backend))
-    with ranks.sharing_group(3, None, 4, "cuda", 10.0) as device:
+        monkeypatch.setattr(launch.dist, name, lambda: None)
+    monkeypatch.setattr(launch.dist, "init_process_group", lambda backend, **_: asked.append(backend))
+    with launch.process_group(3, None, 4, "cuda", 10.0, sharing=True) as device:
         assert device == torch.device("cuda", 1)
     assert asked == [1, "gloo"]
 

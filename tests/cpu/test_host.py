@@ -120,19 +120,29 @@ def test_arguments_that_contradict_the_host_are_rejected(capsys: pytest.CaptureF
 
 
 class Asked(Exception):
-    """Ends a benchmark when it has said what it compiles."""
+    """Ends a benchmark when it has compiled its kernels."""
 
 
 class Planned:
     """Stands for a communicator of the cute backend."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], wanted: list[Any]) -> None:
         from ep_ops.commands.compile import checked_config
 
         given = {key: value for key, value in options.items() if key not in ("device", "timeout", "backend")}
         self.config = checked_config(Config(backend="cute", **given), 1)
         self.num_local_experts, self.world_size = self.config.num_experts, 1
-        self.backend = type("Backend", (), {"name": "cute"})
+        self.backend, self.wanted = type("Backend", (), {"name": "cute"}), wanted
+
+    def warmup(self, formats: Any = ()) -> None:
+        from ep_ops.backends.cute.backend import all_kernels
+
+        self.wanted += all_kernels(self.config, formats)
+
+    @property
+    def device(self) -> torch.device:
+        """The first thing that measurements ask for."""
+        raise Asked
 
     def __enter__(self) -> Planned:
         return self
@@ -143,14 +153,10 @@ class Planned:
 
 def asked_by(kind: str, argv: list[str]) -> list[Any]:
     """Kernels that a benchmark of `plan` compiles on one rank."""
-    from ep_ops.backends.cute.backend import all_kernels
+    from cute_kernels import prepare
     from ep_ops.bench import ranks
 
     wanted: list[Any] = []
-
-    def note(run: Run, formats: Any, *comms: Planned, others: Any = ()) -> None:
-        wanted.extend([*others, *(kernel for comm in comms for kernel in all_kernels(comm.config, formats))])
-        raise Asked
 
     def measure(function: Any, args: Any) -> int:
         with pytest.raises(Asked):
@@ -158,8 +164,9 @@ def asked_by(kind: str, argv: list[str]) -> list[Any]:
         return 0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "Communicator", lambda **options: Planned(options))
-        patch.setattr(Run, "compile", note)
+        patch.setattr(ranks, "Communicator", lambda **options: Planned(options, wanted))
+        patch.setattr(prepare, "prepare_all", lambda kernels, *_: wanted.extend(kernels))
+        patch.setattr(decode, "arch_of", lambda device: "sm_90a")
         patch.setattr(Run, "__exit__", lambda *_: None)
         module = {"latency": latency, "throughput": throughput, "decode": decode}[kind]
         patch.setattr(module, "on_every_rank", measure)

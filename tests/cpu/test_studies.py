@@ -22,7 +22,7 @@ SMALL = "--device cpu --backend reference --hidden 64 --experts 4 --top-k 2 --it
 
 def measured(session: Any) -> dict[str, Any]:
     with session:
-        session.measure()
+        session.everything()
     return session.found
 
 
@@ -34,7 +34,7 @@ def overlapped() -> tuple[dict[str, Any], str]:
     overlap.Layer.in_turns = lambda *given: run(*given)[::-1]  # type: ignore[method-assign]
     try:
         with pytest.raises(RuntimeError, match="results are wrong by") as error:
-            overlap.Session(torch.device("cpu"), args).measure()
+            overlap.Session(torch.device("cpu"), args).everything()
     finally:
         overlap.Layer.in_turns = run  # type: ignore[method-assign]
     return found, str(error.value)
@@ -120,7 +120,7 @@ def compared_layers() -> tuple[dict[str, Any], str]:
     layers.eager_combine = lambda *given: 2 * combine(*given)
     try:
         with pytest.raises(RuntimeError, match="results are wrong by") as error:
-            layers.Session(torch.device("cpu"), args).measure()
+            layers.Session(torch.device("cpu"), args).everything()
     finally:
         layers.eager_combine = combine
     return found, str(error.value)
@@ -167,7 +167,7 @@ def paired() -> tuple[dict[str, Any], str]:
     MoECommunicator.combine = lambda *given: 2 * combine(*given)  # type: ignore[method-assign]
     try:
         with pytest.raises(RuntimeError, match="results are wrong by") as error:
-            moe.Session(torch.device("cpu"), args).measure()
+            moe.Session(torch.device("cpu"), args).everything()
     finally:
         MoECommunicator.combine = combine  # type: ignore[method-assign]
     return found, str(error.value)

@@ -307,7 +307,7 @@ def test_all_cases_are_timed(hidden: int, tmp_path: Path, monkeypatch: pytest.Mo
         domain_size=None, staging_bytes=None,
     )  # fmt: skip
     with process_group(0, str(tmp_path / "store"), 1, "cpu") as device:
-        tune.measure(device, args)  # type: ignore[arg-type]
+        tune.Tune.measure(device, args)  # type: ignore[arg-type]
     names = [tuned.call for tuned in CASES if not tuned.format or hidden == 256]
     assert ran == [(tokens, name) for tokens in (3, 8) for name in names]
 

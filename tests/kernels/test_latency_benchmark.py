@@ -93,10 +93,6 @@ def test_says_what_it_cannot_do(capsys: pytest.CaptureFixture[str]) -> None:
     for given, text in (
         (["--device", "cuda"], "torch sees no GPU"),
         (["--only", "pair,pear"], "pear is unknown; allowed: pair pair_padded"),
-        (["--deal", "1,2"], "1,2 is not SENDERS,FIRST,ALL"),
-        (["--deal", "9,0,8"], "9,0,8 is not SENDERS,FIRST,ALL"),
-        (["--deal", "7,7,8"], "7,7,8 is not SENDERS,FIRST,ALL"),
-        (["--deal", "8,0,8"], "--deal is given, but the reference backend has no blocks; allowed: GPUs"),
         (["--tokens", "8,0"], "--tokens: 0 is not an int of at least 1"),
         (["--hidden", "7"], "--hidden is 7; allowed: a multiple of 8"),
         (["--top-k", "9", "--experts", "8"], "--top-k is 9; allowed: 1..8"),
@@ -109,18 +105,18 @@ def test_says_what_it_cannot_do(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def made_up_run() -> dict:
-    """Return a run as one on GPUs writes it, with one deal of blocks given at one size."""
+    """Return a run as one on GPUs writes it."""
 
-    def result(op: str, tokens: int, deal: list[int] | None = None) -> dict:
+    def result(op: str, tokens: int) -> dict:
         us = 8.0 + 0.25 * tokens
-        return {"op": op, "tokens": tokens, "deal": deal, "us": us, "us_p99": 1.1 * us, "correct": tokens != 2}
+        return {"op": op, "tokens": tokens, "us": us, "us_p99": 1.1 * us, "correct": tokens != 2}
 
     ops = [op for op in latency_report.NAMES if op != "host"]
     machine = {"device": "GPU", "torch": "2", "cuda": "13", "nccl": "2", "driver": "5", "backend": "cute"}
     return {
         "benchmark": "latency", "world_size": 4, "machine": machine, "dtype": "bf16", "hidden": 7168, "experts": 256,
         "top_k": 8, "pairs": 16, "replays": 2000, "few": 200, "host": [{"op": "dispatch", "us": 9.0}],
-        "results": [result(op, t) for t in (1, 2, 64) for op in reversed(ops)] + [result("pair", 64, [40, 40, 132])],
+        "results": [result(op, t) for t in (1, 2, 64) for op in reversed(ops)],
     }  # fmt: skip
 
 
@@ -128,7 +124,7 @@ def test_table_has_a_row_for_each_measurement() -> None:
     text = latency_report.table(made_up_run())
     assert text[1].split() == ["µs,", "mean", "(p99),", "at", "T", "=", "1", "2", "64"]
     assert text[2].startswith("dispatch + combine WRONG  ") and text[2].endswith("24.0 (26.4)")
-    assert text[3].startswith("dispatch + combine, blocks 40,40,132  ")
+    assert text[3].startswith("dispatch + combine, [experts, slots] rows WRONG  ")
     assert len({len(line) for line in text[1:-1]}) == 1
     assert text[-1] == "host time of an eager dispatch: 9.0 µs"
 

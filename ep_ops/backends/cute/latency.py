@@ -53,7 +53,6 @@ class LatencyPath:
         self._far = problem.world_size - problem.domain_ranks
         self._far_rows = min(problem.top_k, self._far)  # of a token
         self._near_copies = min(problem.top_k, problem.domain_ranks - 1)  # of a token, at most
-        self.deal: Deal | None = None  # instead of the choice below; benchmarks set it
 
     def _senders(self, operation: str, max_tokens: int, layout: str, format: str) -> int:
         """Return how many blocks send, by the table: at least one, unless there is nobody to send to."""
@@ -67,7 +66,7 @@ class LatencyPath:
         senders = self._senders("latency dispatch", max_tokens, layout, text_of(spec.format, spec.scales_layout))
         if not receive:  # the other multiprocessors are left to concurrent kernels
             return senders, 0, max(senders, 1)
-        return self.deal or self._with_puts(senders, self._far + self._far_rows * max_tokens, send)
+        return self._with_puts(senders, self._far + self._far_rows * max_tokens, send)
 
     def _with_puts(self, senders: int, puts: int, send: bool) -> Deal:
         """Add blocks for puts to other NVLink domains. A block makes one put after the other and waits for each, so as
@@ -88,7 +87,7 @@ class LatencyPath:
             return senders, 0, max(senders, 1)
         if max_tokens * self._near_copies * row_packets > senders * WARPS and not self._alone:
             senders = sms
-        return self.deal or self._with_puts(senders, self._far * max_tokens, send)
+        return self._with_puts(senders, self._far * max_tokens, send)
 
     def takes(self, spec: Spec, a: Any) -> bool:
         """Return whether these kernels run such calls."""
