@@ -23,12 +23,11 @@ from .figures import text_table
 from .model_formulas import (
     Layout,
     WireSpeed,
-    combine_bytes,
-    dispatch_bytes,
     few_bytes,
     few_us,
     in_rounds,
     many_bytes,
+    many_staging,
     many_us,
     sizes,
     staging,
@@ -87,22 +86,17 @@ def predictions(gpu: Gpu, many_tokens: int, few_tokens: int, limit: int) -> list
     for wire, size, ranks in cases:
         for many, few in zip(sizes(ranks, size, many_tokens), sizes(ranks, size, few_tokens), strict=True):
             many = in_rounds(many, limit)
-            sent, back = dispatch_bytes(many), combine_bytes(many)
-            few_sent = few_bytes(few, False, wire.rows if wire else 1)
+            sent, few_sent = many_bytes(many, "dispatch"), few_bytes(few, False, wire.rows if wire else 1)
             found.append(
                 {
                     "wire": wire.name if wire else None, "domains": many.domains, "domain_ranks": many.domain_ranks,
                     "ranks": many.ranks, "experts": many.experts, "rounds": many.rounds, "sms": sms(many),
                     "dispatch_us": many_us(gpu, wire, many, "dispatch"),
                     "combine_us": many_us(gpu, wire, many, "combine"),
-                    "quantized_combine_us": many_us(gpu, wire, many.quantized(False), "combine"),
-                    "quantized_few_combine_us": few_us(gpu, few.quantized(True), True, wire),
                     "few_dispatch_us": few_us(gpu, few, False, wire), "few_combine_us": few_us(gpu, few, True, wire),
-                    "near_bytes": sent.near_rows, "far_bytes": sent.far_rows,
-                    "near_other_bytes": sent.near_other, "far_other_bytes": sent.far_other,
-                    "combine_near_other_bytes": back.near_other, "combine_far_other_bytes": back.far_other,
-                    "puts": sent.puts, "few_puts": few_sent.puts, "few_near_bytes": few_sent.near,
-                    "few_far_bytes": few_sent.far, "staging_bytes": many_bytes(many) if many.domains > 1 else None,
+                    "near_bytes": sent.near, "far_bytes": sent.far, "puts": sent.puts, "few_puts": few_sent.puts,
+                    "few_near_bytes": few_sent.near, "few_far_bytes": few_sent.far,
+                    "staging_bytes": many_staging(many) if many.domains > 1 else None,
                     "few_staging_bytes": staging(few)["few tokens"] if few.domains > 1 else None,
                 }
             )  # fmt: skip
@@ -131,20 +125,18 @@ def gib(nbytes: int | None) -> str:
 
 def prediction_rows(found: Found) -> list[list[str]]:
     heading = [
-        "domains", "dispatch µs", "combine µs", "in e4m3 µs", "SMs", "rounds", "NVLink MB", "network MB", "metadata",
-        "staging GiB", "few: dispatch µs", "combine µs", "in e4m3 µs", "network MB", "staging GiB",
+        "domains", "dispatch µs", "combine µs", "SMs", "rounds", "NVLink MB", "network MB", "staging GiB",
+        "few: dispatch µs", "combine µs", "network MB", "staging GiB",
     ]  # fmt: skip
     rows = [heading]
     for p in found["predictions"]:
-        moved = p["near_bytes"] + p["far_bytes"]
-        other = (p["near_other_bytes"] + p["far_other_bytes"]) / moved if moved else 0.0
         rows.append(
             [
-                where(p), f"{p['dispatch_us']:.0f}", f"{p['combine_us']:.0f}", f"{p['quantized_combine_us']:.0f}",
+                where(p), f"{p['dispatch_us']:.0f}", f"{p['combine_us']:.0f}",
                 ", ".join(map(str, p["sms"] or ())), str(p["rounds"]),
-                f"{p['near_bytes'] / 1e6:.0f}", f"{p['far_bytes'] / 1e6:.0f}", f"{100 * other:.1f} %",
-                gib(p["staging_bytes"]), f"{p['few_dispatch_us']:.0f}", f"{p['few_combine_us']:.0f}",
-                f"{p['quantized_few_combine_us']:.0f}", f"{p['few_far_bytes'] / 1e6:.1f}", gib(p["few_staging_bytes"]),
+                f"{p['near_bytes'] / 1e6:.0f}", f"{p['far_bytes'] / 1e6:.0f}", gib(p["staging_bytes"]),
+                f"{p['few_dispatch_us']:.0f}", f"{p['few_combine_us']:.0f}",
+                f"{p['few_far_bytes'] / 1e6:.1f}", gib(p["few_staging_bytes"]),
             ]
         )  # fmt: skip
     return rows
@@ -160,8 +152,6 @@ def assumptions(found: Found) -> list[str]:
         f"GPU: {found['gpu']['source']}; constants in µs: {constants}",
         "Numbers of SMs follow from the same speeds, from the table of measured choices, and from the work of one SM,"
         f" in bytes per second, in seconds, and in relation to other work: {of_sm}",
-        "In e4m3: a combine whose sums are sent as codes and scales; encoding and decoding take no time beyond that of"
-        " their bytes (assumed)",
         *(f"{wire['name']}: {wire['source']}" for wire in found["wires"]),
     ]
 

@@ -44,7 +44,7 @@ H200 = Gpu(
         "dispatch_planned": 13.189195804195819,
         "combine": 30.947018078263582,
         "combine_gathered": 4.8041958041957855,
-        "few dispatch": 5.374938718330725,
+        "few dispatch": 5.375200892500407,
         "few combine": 3.616245971982428,
     },
     source="measured on 4 x NVIDIA H200: fetching 329 GB/s, storing 353 GB/s over NVLink, memory 3.7 TB/s, a flag"
