@@ -10,6 +10,7 @@ whole, or (`row`) each of its calls by an event behind it.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import random
 import statistics
@@ -154,7 +155,8 @@ class Timer:
         repeat(call, count)
         self.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        gc.collect()  # what other libraries free must not end the capture
+        with torch.cuda.graph(graph, capture_error_mode="relaxed"):
             repeat(call, count)
         return lambda i: graph.replay()
 
