@@ -17,6 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests/gpu"))
 
+import result_table  # noqa: E402
 import sanitize  # noqa: E402
 
 FIRST = """
@@ -263,3 +264,35 @@ def test_groups_on_several_gpus(runner: Any, monkeypatch: pytest.MonkeyPatch, tm
     assert made.places[0].env() == {}
     with pytest.raises(SystemExit, match="--gpus is 4; allowed: at most 3"):
         runner.Run(runner.read([*given, "--gpus", "4"]))
+
+
+def test_a_table_of_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A test counts with its last result, by the number of ranks; the table of a page is replaced, not its text."""
+
+    def run_of(ranks: int, **outcomes: str) -> Path:
+        tests = [{"test": f"tests/gpu/test_{name[0]}.py::test_{name}", "outcome": of} for name, of in outcomes.items()]
+        facts = {"machine": "1 × H100", "commit": "abc", "seed": 1, "seconds": 9.0}
+        path = tmp_path / f"{len([*tmp_path.glob('*.json')])}.json"
+        path.write_text(json.dumps({**facts, "stages": [{"name": str(ranks), "ranks": ranks, "tests": tests}]}))
+        return path
+
+    runs = [
+        run_of(4, a1="failed", a2="passed", a3="not run", b1="skipped"),
+        run_of(4, a1="passed", a2="not run"),
+        run_of(1, a1="passed", c1="failed"),
+        run_of(0, d1="passed"),
+    ]
+    page = tmp_path / "page.md"
+    page.write_text("Before.\n\n| test | x |\n|---|---|\n\n| file | 1 rank |\n|---|---|\n| old | old |\n\nBehind.\n")
+    result_table.main([*map(str, runs), "--into", str(page)])
+    assert page.read_text().splitlines() == [
+        "Before.", "", "| test | x |", "|---|---|", "",
+        "| file | 1 rank | 4 ranks | own processes |", "|---|---|---|---|",
+        "| `test_a.py` | 1 passed | 2 passed, 1 not run |  |",
+        "| `test_b.py` |  | – |  |",
+        "| `test_c.py` | 1 failed |  |  |",
+        "| `test_d.py` |  |  | 1 passed |",
+        "", "Behind.",
+    ]  # fmt: skip
+    said = capsys.readouterr().out
+    assert "1 ranks: FAILED test_c.py::test_c1" in said and "4 ranks: 1 not run, 2 passed, 1 skipped" in said

@@ -15,6 +15,7 @@ import collections
 import concurrent.futures
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -123,6 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="tools that run at the same time (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=86400.0, help="end after this time; tests left out fail")
     args = parser.parse_args(argv)
+    if shutil.which("compute-sanitizer") is None:
+        parser.error("compute-sanitizer is not in PATH; it is part of the CUDA toolkit")
     end = time.monotonic() + args.seconds
     folder = Path(tempfile.mkdtemp(prefix="ep_ops_sanitize_"))
     bad = 0
