@@ -70,7 +70,7 @@ def one_rank(args: Any) -> None:
     from sglang.srt.model_loader import loader
     from sglang.srt.server_args import ServerArgs
 
-    batches = [int(batch) for batch in args.batches.split(",")]
+    batches = list(args.batches)
     deepep = {"deepep_mode": "auto" if way == "native" else way, "moe_a2a_backend": "deepep"}
     server = ServerArgs(
         model_path=str(args.out / "model"), tp_size=args.ranks, dp_size=args.ranks, ep_size=args.ranks,
@@ -128,6 +128,7 @@ def one_rank(args: Any) -> None:
     for sequences in batches:
         following, _, batch = start(sequences, max(1, 256 // sequences), 2)
         times = []
+        replays.clear()
         for _ in range(46):
             begin = now()
             following, _ = bench.decode(following, batch)

@@ -103,7 +103,7 @@ def one_rank(args: Any) -> None:
     )  # fmt: skip
     from vllm import LLM, SamplingParams
 
-    batches, most = [int(batch) for batch in args.batches.split(",")], args.max_batched
+    batches, most = list(args.batches), args.max_batched
     backend = args.way if args.way.startswith("deepep") else "allgather_reducescatter"
     options: dict[str, Any] = dict(
         skip_tokenizer_init=True, load_format="dummy", max_model_len=max(4096, most // 4 + 8), seed=0,

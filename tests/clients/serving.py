@@ -31,13 +31,24 @@ QWEN3: dict[str, Any] = dict(
 SWITCHES = ("EP_OPS_VLLM", "EP_OPS_SGLANG", "EP_OPS_DEEP_EP", "EP_OPS_DEEP_EP_MAX_TOKENS")
 
 
+def positive(text: str) -> int:
+    """Parse a positive int. (Not ep_ops', which these processes import only if their way does.)"""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not an int of at least 1")
+    return int(text)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(positive(part) for part in text.split(","))
+
+
 def parser_of(doc: str | None, ways: Sequence[str], layers: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", default=",".join(ways[:2]), help=f"of {', '.join(ways)}; ratios are to the first")
     parser.add_argument("--out", type=Path, required=True, help="folder for the configuration, logs and results")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=layers)
-    parser.add_argument("--batches", default="8,64,256", help="sequences of each rank in a step")
+    parser.add_argument("--ranks", type=positive, default=2)
+    parser.add_argument("--layers", type=positive, default=layers)
+    parser.add_argument("--batches", type=numbers, default=(8, 64, 256), help="sequences of each rank in a step")
     parser.add_argument("--limit", type=float, default=600, help="seconds for each way")
     for name in ("way", "rank", "port"):  # of the processes that the program starts
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
@@ -54,7 +65,7 @@ class Peers:
     """A meeting point of the ranks' processes, and a way to return results to the program."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.rank, self._ranks, self._turn = int(args.rank), args.ranks, 0
+        self.rank, self._ranks, self._turn, self._program = int(args.rank), args.ranks, 0, os.getppid()
         self._store = dist.TCPStore("127.0.0.1", int(args.port), timeout=timedelta(seconds=args.limit))
 
     def meet(self) -> None:
@@ -72,9 +83,10 @@ class Peers:
         return int(self._store.get("free port"))
 
     def give(self, result: dict[str, Any]) -> None:
-        """Hand the result to the program, and wait until it ends this process."""
+        """Hand the result to the program, and wait until it ends this process, or has been killed itself."""
         self._store.set(f"result/{self.rank}", json.dumps(result))
-        time.sleep(3600)
+        while os.getppid() == self._program:
+            time.sleep(1)
 
 
 def run_way(script: str, way: str, environment: dict[str, str], args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -155,6 +167,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
 
 def run(script: str, args: argparse.Namespace, ways: dict[str, dict[str, str]]) -> None:
     """Run the chosen ways one after the other, and print the table."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the processes, too
     unknown = [way for way in args.ways.split(",") if way not in ways]
     if unknown:
         raise SystemExit(f"--ways: {', '.join(unknown)} unknown; allowed: {', '.join(ways)}")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -59,6 +62,31 @@ def test_processes_of_ranks(
     with pytest.raises(SystemExit, match="broken: rank 1 ended; see .*broken.1.log"):
         serving.run_way(str(script), "broken", {"WAY": "2"}, args)
     assert "the engine does not start" in capsys.readouterr().out
+
+
+def test_processes_end_with_the_program(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM of the program ends the processes, which end on their own if it is killed."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit, match="two unknown; allowed: one"):
+            serving.run("", argparse.Namespace(ways="two"), {"one": {}})
+        with pytest.raises(SystemExit) as ended:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        assert ended.value.code == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    monkeypatch.setattr(serving.dist, "TCPStore", lambda *_, **__: argparse.Namespace(set=lambda *_: None))
+    peers = serving.Peers(argparse.Namespace(rank="0", ranks=1, port="1", limit=1))
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    peers.give({})
+
+
+@pytest.mark.parametrize("options", ["--ranks 0", "--batches 8,x", "--layers -1"])
+def test_options_are_checked_first(serving: Any, options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serving.parser_of("", ["one"], layers=1).parse_args([*options.split(), "--out", "unused"])
+    assert "is not an int of at least 1" in capsys.readouterr().err
 
 
 def test_table(serving: Any) -> None:
