@@ -27,9 +27,11 @@ KINDS = ("latency", "throughput")
 
 
 def parser() -> argparse.ArgumentParser:
+    from ep_ops.commands.arguments import positive
+
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--other", type=Path, required=True, help="the other checkout")
-    options.add_argument("--rounds", type=int, default=3, help="of both checkouts (default: %(default)s)")
+    options.add_argument("--rounds", type=positive, default=3, help="of both checkouts (default: %(default)s)")
     options.add_argument("--timeout", type=float, default=600.0, help="seconds of one run (default: %(default)s)")
     options.add_argument("--out", type=Path, help="write all runs and the ratios as JSON")
     options.add_argument("kind", choices=KINDS)
@@ -84,7 +86,10 @@ def run(checkout: Path, args: argparse.Namespace) -> dict[str, Any]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
         command += [__file__, "one", args.kind, *rest, "--out", str(out)]
         path = os.pathsep.join([str(checkout.resolve()), os.environ.get("PYTHONPATH", "")])
-        subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=True, timeout=args.timeout)
+        try:
+            subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=True, timeout=args.timeout)
+        except subprocess.SubprocessError as error:  # which names the command, and the exit code or the seconds
+            raise SystemExit(f"the run with {checkout} failed: {error}") from None
         return json.loads(out.read_text())
 
 

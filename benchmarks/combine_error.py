@@ -9,10 +9,12 @@ exact sum, for rows of three kinds.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ep_ops.commands.arguments import multiple_of, positive
 from ep_ops.formats import COMBINE_FORMATS, dequantize, format_of, quantize
 
 KINDS = ("normal", "outlier channels", "heavy tails")
@@ -48,12 +50,12 @@ def error(kind: str, format: str, ranks: int, tokens: int, hidden: int, seed: in
     return float((total.bfloat16().double() - exact).norm() / exact.norm())
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--hidden", type=int, default=7168)
-    given = parser.parse_args()
+    parser.add_argument("--ranks", type=positive, default=4, help="(default: %(default)s)")
+    parser.add_argument("--tokens", type=positive, default=256, help="(default: %(default)s)")
+    parser.add_argument("--hidden", type=multiple_of(128), default=7168, help="(default: %(default)s)")
+    given = parser.parse_args(argv)
     print("| sums are sent as | " + " | ".join(KINDS) + " |\n|" + "---|" * (1 + len(KINDS)))
     for format in ("", *COMBINE_FORMATS):
         errors = (error(kind, format, given.ranks, given.tokens, given.hidden) for kind in KINDS)

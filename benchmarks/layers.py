@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_ops import Communicator
+from ep_ops.bench.against import recorded
 from ep_ops.bench.baselines import eager_combine, eager_dispatch, exchange
 from ep_ops.bench.figures import text_table
 from ep_ops.bench.operators import relative_error
@@ -73,8 +73,14 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=positive, default=4096, help="tokens of each rank (default: %(default)s)")
     parser.add_argument("--models", type=names_of(MODELS), default=tuple(MODELS)[:2], help=", ".join(MODELS))
     parser.add_argument("--rounds", type=positive, default=12, help="%(default)s")
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="measure nothing: draw the timelines of this file")
+    parser.add_argument(
+        "--draw", type=timelines_of, metavar="FILE", help="measure nothing: draw the timelines of this file"
+    )
     return parser
+
+
+def timelines_of(text: str) -> Found:
+    return recorded(text, "timelines")
 
 
 class Variant(NamedTuple):
@@ -266,9 +272,9 @@ def table(run: Found) -> list[str]:
 KEYS = ("forward", "forward_backward")
 
 
-def draw(path: Path) -> None:
+def draw(run: Found) -> None:
     """Draw the timelines of a recorded run: forward and backward on rank 0, one picture for each model."""
-    run = json.loads(path.read_text())
+    path = Path(run["path"])
     for model, timelines in run["timelines"].items():
         print(picture(run, f"{model}, {run['dtype']}", timelines, path.with_name(f"{path.stem}-{model}.svg")))
 

@@ -7,7 +7,6 @@ python benchmarks/report.py --ratio ratio.svg run-4.json run-2.json   # does tim
 from __future__ import annotations
 
 import argparse
-import json
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ep_ops.bench import latency_report
+from ep_ops.bench.against import recorded
 from ep_ops.bench.figures import log_ticks, machine_line, markdown_table, pyplot, save, title
+from ep_ops.bench.options import a_file
 from ep_ops.bench.ranks import Found
 from ep_ops.bench.report import BUDGETS, COLUMNS, NAMES, best_link, cells, complete, link_lines, taken
 from ep_ops.bench.workloads import ROUTINGS
@@ -254,20 +255,26 @@ def ratio_plot(runs: Sequence[Found], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("results", nargs="+", type=Path, help="JSON files that `ep-ops bench ... --out` wrote")
+    options.add_argument("results", nargs="+", type=recorded, help="JSON files that `ep-ops bench ... --out` wrote")
     options.add_argument("--plots", type=Path, help="folder for the plots (default: next to each file)")
     options.add_argument("--no-plots", action="store_true")
     options.add_argument("--summary", action="store_true", help="throughput: the central workload only, default SMs")
-    options.add_argument("--ratio", type=Path, metavar="FILE", help="throughput: print sweeps, plot ratios to the link")
+    options.add_argument(
+        "--ratio", type=a_file, metavar="FILE", help="throughput: print sweeps, plot ratios to the link"
+    )
     args = options.parse_args(argv)
-    runs = [(path, json.loads(path.read_text())) for path in args.results]
+    for run in args.results:
+        if "link" not in run and (args.ratio or run.get("benchmark") != "latency"):
+            options.error(f"{run['path']} is a run of {run.get('benchmark', 'a study')}; allowed: a run of throughput"
+                          f"{'' if args.ratio else ' or latency'}")  # fmt: skip
     if args.ratio:
-        found = [complete(run) for _, run in runs]
+        found = [complete(run) for run in args.results]
         for run in found:
             print(f"{run['world_size']} ranks", *sweep_lines(run), sep="\n")
         ratio_plot([run for run in found if sweep(run, "tokens", "balanced") and run["link"]], args.ratio)
         return 0
-    for path, run in runs:
+    for run in args.results:
+        path = Path(run["path"])
         stem = (args.plots or path.parent) / path.stem
         if run.get("benchmark") == "latency":
             print(latency_markdown(run), end="\n\n")

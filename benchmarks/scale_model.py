@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 import sys
 import textwrap
@@ -20,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from ep_ops.backends.cute.rates import MEMORY, Gpu, passing_rows
+from ep_ops.bench.against import recorded
 from ep_ops.bench.figures import log_ticks, markdown_table, pyplot, save, text_table
 from ep_ops.bench.model import EFA, GIB, INFINIBAND, Found, assumptions, model, prediction_rows, where
 from ep_ops.bench.model_formulas import Layout, WireSpeed, expected, few_us, in_rounds, many_us, reached_domains
+from ep_ops.bench.options import a_file
 from ep_ops.bench.ranks import rounded, write
 
 RECORDED = Path(__file__).resolve().parent / "results"
@@ -342,10 +343,13 @@ def by_line(found: Found) -> dict[tuple[str | None, int], list[Found]]:
 def main(argv: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--runs", type=Path, default=RECORDED, help="folder of recorded runs (%(default)s)")
-    options.add_argument("--out", type=Path, metavar="FILE", help="write everything as JSON, and a plot next to it")
+    options.add_argument("--out", type=a_file, metavar="FILE", help="write everything as JSON, and a plot next to it")
     options.add_argument("--markdown", action="store_true", help="print tables as Markdown")
     args = options.parse_args(argv)
-    *many, few = [json.loads((args.runs / f"{name}.json").read_text()) for name in RUNS]
+    try:
+        *many, few = [recorded(str(args.runs / f"{name}.json")) for name in RUNS]
+    except argparse.ArgumentTypeError as error:
+        options.error(f"--runs: {error}")
     gpu, limit = measured_gpu(many[0], few), 4 * GIB
     found = model(gpu, 4096, 128, limit) | {
         "gb200": gb200(gpu).source,

@@ -21,11 +21,13 @@ TIMES = ("graph_us", "steady_us", "us_median", "us")
 """Times of a result, the one to compare first."""
 
 
-def recorded(text: str) -> Found:
-    """Parse the path of a run that `--out` has written, and read it."""
+def recorded(text: str, *others: str) -> Found:
+    """Parse the path of a run that `--out` has written, and read it. `others`: further keys of such a run."""
     try:
         run = json.loads(Path(text).read_text())
-        run["results"], run["machine"]["device"]  # noqa: B018
+        run["machine"]["device"]
+        for key in ("results", *others):
+            run[key]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise argparse.ArgumentTypeError(f"{text} is not a run that --out has written: {error}") from error
     return {**run, "path": text}

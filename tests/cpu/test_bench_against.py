@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -150,3 +152,11 @@ def test_rounds_of_two_checkouts_alternate(
     assert len(json.loads(out.read_text())["rounds"]) == 3
     with pytest.raises(SystemExit, match="allowed: a checkout"):
         by_turns.main(["--other", str(tmp_path / "none"), "latency"])
+
+
+def test_a_round_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cute_kernels").mkdir()
+    for error in (subprocess.CalledProcessError(2, "a command"), subprocess.TimeoutExpired("a command", 5)):
+        monkeypatch.setattr(by_turns.subprocess, "run", mock.Mock(side_effect=error))
+        with pytest.raises(SystemExit, match=r"the run with .* failed: Command 'a command' "):
+            by_turns.main(["--other", str(tmp_path), "latency"])

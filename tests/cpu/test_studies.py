@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,19 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from benchmarks import charts, combine_speeds, concurrent_gemm, late_gradients, layers, moe, overlap, training
+from benchmarks import (
+    charts,
+    combine_error,
+    combine_speeds,
+    concurrent_gemm,
+    late_gradients,
+    layers,
+    moe,
+    overlap,
+    report,
+    scale_model,
+    training,
+)
 from ep_ops import Communicator
 from ep_ops.bench import timeline
 from ep_ops.bench.timing import Timer
@@ -204,3 +217,36 @@ def test_options_are_checked_first(script: Any, options: str, text: str, capsys:
     with pytest.raises(SystemExit) as stop:
         script.main(["--device", "cpu", *options.split()])
     assert stop.value.code == 2 and text in capsys.readouterr().err
+
+
+NO_RUN = "none.json is not a run that --out has written"
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "text"),
+    [
+        (report, "none.json", NO_RUN),
+        (report, f"{charts.RESULTS}/layers-2.json", "is a run of layers; allowed: a run of throughput or latency"),
+        (report, f"--ratio unused.svg {charts.RESULTS}/latency-4.json", "a run of latency; allowed: a run of through"),
+        (layers, "--draw none.json", NO_RUN),
+        (layers, f"--draw {charts.RESULTS}/latency-4.json", "is not a run that --out has written: 'timelines'"),
+        (scale_model, "--runs none", "--runs: none/throughput-4.json is not a run that --out has written"),
+        (combine_error, "--ranks 0", "--ranks: 0 is not an int of at least 1"),
+        (combine_error, "--hidden 100", "--hidden: 100 is not a multiple of 128"),
+    ],
+)
+def test_files_and_sizes_that_cannot_be_used(
+    script: Any, options: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        script.main(options.split())
+    assert stop.value.code == 2 and text in capsys.readouterr().err
+
+
+def test_the_chart_of_decode_layers_is_that_of_all_recorded_runs() -> None:
+    runs = [json.loads(path.read_text()) for path in charts.RESULTS.glob("decode-*.json")]
+    panels = [(run["experts"] // run["world_size"], int(run["world_size"])) for run in runs]
+    drawn = re.findall(r"(\d+) experts a GPU, (\d+) × H100", (charts.RESULTS / "decode.svg").read_text())
+    assert sorted(panels) == sorted((int(experts), int(ranks)) for experts, ranks in drawn)
