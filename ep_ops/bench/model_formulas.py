@@ -177,7 +177,7 @@ def many_bytes(layout: Layout, op: str) -> Bytes:
     t, p = expected(layout), layout.problem
     others, far = layout.domains - 1, layout.ranks - layout.domain_ranks
     batches = others * layout.rounds * layout.heap.batches
-    puts = batches + others * p.tiles + far * (p.tiles + layout.rounds)
+    puts: float = batches + others * p.tiles + far * (p.tiles + layout.rounds)
     if op == "combine":
         unasked = missed(layout, layout.experts // layout.domains) ** p.batch_tokens  # as if all batches were full
         puts = batches * (2 - unasked) + far * layout.rounds

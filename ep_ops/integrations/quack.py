@@ -12,14 +12,10 @@ Rows and matrices are bfloat16 or float16, on GPUs of capability 9.0 and newer.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from ep_ops.nn.lists import ExpertLists
-from ep_ops.nn.quack_mm import GEMMS, gathered_gradient, gathered_product, grouped_mm, weights_gradient
-from ep_ops.nn.sums import sum_rows
+from ep_ops.nn.quack_mm import GEMMS, gathered_mm, grouped_mm, weights_gradient
 from ep_ops.records import check_types
 
 __all__ = ["GEMMS", "gather_mm", "grouped_mm", "weights_gradient"]
@@ -50,21 +46,4 @@ def gather_mm(x: Tensor, w: Tensor, lists: ExpertLists) -> Tensor:
         raise ValueError(f"x has {x.shape[0]} rows; allowed: {lists.places.shape[0]}, the rows of the lists")
     if w.shape[0] != lists.offs.shape[0]:
         raise ValueError(f"w has {w.shape[0]} experts; allowed: {lists.offs.shape[0]}, which the lists have")
-    return _GatherMM.apply(x, w, lists.rows, lists.places, lists.offs)
-
-
-class _GatherMM(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, rows: Tensor, places: Tensor, offs: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w, rows, places, offs)
-        return gathered_product(x, w, offs, rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        x, w, rows, places, offs = ctx.saved_tensors
-        grad_x = grad_w = None
-        if ctx.needs_input_grad[0]:
-            grad_x = sum_rows(gathered_product(grad, w.transpose(1, 2), offs, None), places)
-        if ctx.needs_input_grad[1]:
-            grad_w = gathered_gradient(x, grad, offs, rows)
-        return grad_x, grad_w, None, None, None
+    return gathered_mm(x, w, lists.offs, lists.rows, lists.places)

@@ -15,6 +15,7 @@ precede the capture of a CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -100,23 +101,32 @@ def _fake(x: Tensor, *_: Any) -> Tensor:
 def _mlp(x: Tensor, w_in: Tensor, w_out: Tensor, offs: Tensor, counts: Tensor, alignment: int, *share: int) -> Tensor:
     kernels, segments = kernels_on(x.device), Segments(offs, counts, alignment)
     if kernels is None or x.dtype not in DTYPES or x.shape[1] % 8 or w_out.shape[1] % 8:
-        return _plain(x, w_in, w_out, segments)
+        return plain(
+            _fake(x), segments, lambda rows, e: _sums(x[rows], w_in[e]), lambda inner, e: _sums(inner, w_out[e])
+        )
     out = _fake(x)
     kernels.few_rows(kernels.readable(x), w_in, w_out, out, segments, kernels.Share(*share))
     return out
 
 
-def _plain(x: Tensor, w_in: Tensor, w_out: Tensor, segments: Segments) -> Tensor:
-    """Return the result in plain PyTorch, with undefined rows NaN. It reads the segments on the host."""
-    out = torch.full_like(x, torch.nan)
+def plain(
+    out: Tensor, segments: Segments, first: Callable[[slice, int], Tensor], second: Callable[[Tensor, int], Tensor]
+) -> Tensor:
+    """Write the results in plain PyTorch into ``out`` and return it, with undefined rows NaN. It reads the segments on
+    the host.
+
+    Args:
+        first: returns gates and ups of rows of an expert.
+        second: returns the outputs of these, from SwiGLU of them and the expert.
+    """
+    out.fill_(torch.nan)
     ends, counts, sizes = (values.tolist() for values in (segments.offs, segments.counts, segments.sizes))
     for e, (end, count, size) in enumerate(zip(ends, counts, sizes, strict=True)):
         if count:
             rows = slice(end - size, end - size + count)
             # Wide, because vectorized functions may round differently at the end of a tensor.
-            gate, up = _sums(x[rows], w_in[e]).double().chunk(2, 1)
-            inner = (gate * torch.sigmoid(gate) * up).to(x.dtype)
-            out[rows] = _sums(inner, w_out[e]).to(x.dtype)
+            gate, up = first(rows, e).double().chunk(2, 1)
+            out[rows] = second((gate * torch.sigmoid(gate) * up).to(out.dtype), e).to(out.dtype)
     return out
 
 

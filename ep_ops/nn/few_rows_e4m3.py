@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ep_ops import formats
 from ep_ops.formats import ELEMENT, Segments
+from ep_ops.nn.few_rows import plain
 from ep_ops.nn.live_rows import kernels_on
 from ep_ops.operators.library import define
 from ep_ops.records import Route, check_types
@@ -127,26 +128,13 @@ def _mlp(x: Tensor, scales: Tensor, *given: Any) -> Tensor:
     w_in, in_scales, w_out, out_scales, offs, counts, alignment, *share = given
     kernels, segments = kernels_on(x.device), Segments(offs, counts, alignment)
     if kernels is None:
-        return _plain(x, scales, w_in, in_scales, w_out, out_scales, segments)
+        return plain(
+            _fake(x), segments, lambda rows, e: _sums(x[rows], scales[rows], w_in[e], in_scales[e]),
+            lambda inner, e: _sums(*formats.quantize(inner, FORMAT), w_out[e], out_scales[e]),
+        )  # fmt: skip
     out = _fake(x)
     x, scales, *weights = map(kernels.readable, (x, scales, w_in, in_scales, w_out, out_scales))
     kernels.few_rows_e4m3(x, scales, tuple(weights), out, segments, kernels.Share(*share))
-    return out
-
-
-def _plain(
-    x: Tensor, scales: Tensor, w_in: Tensor, in_scales: Tensor, w_out: Tensor, out_scales: Tensor, segments: Segments
-) -> Tensor:
-    """Return the result in plain PyTorch, with undefined rows NaN. It reads the segments on the host."""
-    out = _fake(x).fill_(torch.nan)
-    ends, counts, sizes = (values.tolist() for values in (segments.offs, segments.counts, segments.sizes))
-    for e, (end, count, size) in enumerate(zip(ends, counts, sizes, strict=True)):
-        if count:
-            rows = slice(end - size, end - size + count)
-            # Wide, because vectorized functions may round differently at the end of a tensor.
-            gate, up = _sums(x[rows], scales[rows], w_in[e], in_scales[e]).double().chunk(2, 1)
-            inner = formats.quantize((gate * torch.sigmoid(gate) * up).to(out.dtype), FORMAT)
-            out[rows] = _sums(*inner, w_out[e], out_scales[e]).to(out.dtype)
     return out
 
 

@@ -93,13 +93,11 @@ def expert_lists(
     if exact:
         if capacity is not None:
             raise ValueError(f"capacity is {capacity} and exact is True; allowed: one of the two")
-        rows, flat, places, offs, counts, dropped = operators.exact_lists(local_idx, num_local_experts, alignment)
-        return ExpertLists(rows, flat, places, offs, counts, dropped, alignment)
+        return ExpertLists._make((*operators.exact_lists(local_idx, num_local_experts, alignment), alignment))
     taken = local_idx.shape[0] * local_idx.shape[1]
     room = places_at_most(taken, num_local_experts, alignment)
     length = room if capacity is None else min(capacity, room)
-    rows, flat, places, offs, counts, dropped = operators.expert_lists(local_idx, num_local_experts, alignment, length)
-    return ExpertLists(rows, flat, places, offs, counts, dropped, alignment)
+    return ExpertLists._make((*operators.expert_lists(local_idx, num_local_experts, alignment, length), alignment))
 
 
 def places_at_most(taken: int, num_local_experts: int, alignment: int) -> int:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ep_ops.nn.grouped import Gated, Gemms
-from ep_ops.nn.sums import copy_rows
+from ep_ops.nn.sums import copy_rows, sum_rows
 from ep_ops.operators.library import define
 from ep_ops.records import GROUPED, TOKEN_MAJOR, check_types
 
@@ -49,7 +49,14 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
         ValueError: w has other sizes, or M or N is not a multiple of 8.
     """
     check_operands(x, w, offs)
-    return _GroupedMM.apply(x, w, offs)
+    return _GroupedMM.apply(x, w, offs, None, None)
+
+
+def gathered_mm(x: Tensor, w: Tensor, offs: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+    """Return ``grouped_mm(x[rows], w, offs)`` [L, N], from x [R, M] and rows, int32 [L]; ``places`` are those of each
+    row, int32 [R, K]. Differentiable. Raises as :func:`grouped_mm`."""
+    check_operands(x, w, offs)
+    return _GroupedMM.apply(x, w, offs, rows, places)
 
 
 def check_operands(x: Tensor, w: Tensor, offs: Tensor) -> None:
@@ -65,7 +72,7 @@ def check_operands(x: Tensor, w: Tensor, offs: Tensor) -> None:
 def weights_gradient(x: Tensor, grad: Tensor, offs: Tensor) -> Tensor:
     """Return the gradient [El, M, N] of w in ``grouped_mm(x, w, offs)``, from x [R, M] and ``grad`` [R, N]."""
     check_types(Tensor, x=x, grad=grad, offs=offs)
-    return _QUACK_MM(x.contiguous(), grad.contiguous(), offs, None, False)
+    return gathered_gradient(x, grad, offs, None)
 
 
 def gathered_product(x: Tensor, w: Tensor, offs: Tensor, rows: Tensor | None) -> Tensor:
@@ -75,8 +82,8 @@ def gathered_product(x: Tensor, w: Tensor, offs: Tensor, rows: Tensor | None) ->
     return _QUACK_MM(x.contiguous(), w, offs, rows, False)
 
 
-def gathered_gradient(x: Tensor, grad: Tensor, offs: Tensor, rows: Tensor) -> Tensor:
-    """Return ``weights_gradient(x[rows], grad, offs)`` [El, M, N], from x [R, M] and rows, int32 [L]."""
+def gathered_gradient(x: Tensor, grad: Tensor, offs: Tensor, rows: Tensor | None) -> Tensor:
+    """Return ``weights_gradient(x[rows], grad, offs)`` [El, M, N], from x [R, M] and rows, int32 [L]; None: all."""
     return _QUACK_MM(x.contiguous(), grad.contiguous(), offs, rows, False)
 
 
@@ -108,17 +115,19 @@ GEMMS = Gemms(
 
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w, offs)
-        return _QUACK_MM(x.contiguous(), w, offs, None, False)
+    def forward(ctx: Any, x: Tensor, w: Tensor, offs: Tensor, rows: Tensor | None, places: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, w, offs, rows, places)
+        return _QUACK_MM(x.contiguous(), w, offs, rows, False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, w, offs = ctx.saved_tensors
-        grad = grad.contiguous()
-        grad_x = _QUACK_MM(grad, w.transpose(1, 2), offs, None, False) if ctx.needs_input_grad[0] else None
-        grad_w = weights_gradient(x, grad, offs) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_w, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        x, w, offs, rows, places = ctx.saved_tensors
+        grad, grad_x = grad.contiguous(), None
+        if ctx.needs_input_grad[0]:
+            grad_x = _QUACK_MM(grad, w.transpose(1, 2), offs, None, False)
+            grad_x = grad_x if places is None else sum_rows(grad_x, places)
+        grad_w = gathered_gradient(x, grad, offs, rows) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_w, None, None, None
 
 
 # ---------------------------------------------------------------------- operators
