@@ -32,10 +32,7 @@ SIZES = ("tokens", "hidden", "experts", "top_k", "width", "rounds", "combine_sms
 
 def options() -> argparse.ArgumentParser:
     parser = new_parser(__doc__)
-    add_sizes(parser)
-    parser.add_argument(
-        "--width", type=positive, default=2048, help="intermediate size of each expert (default: %(default)s)"
-    )
+    add_sizes(parser, width=True)
     parser.add_argument("--rounds", type=positive, default=20, help="timed steps of each order (default: %(default)s)")
     parser.add_argument("--combine-sms", type=positive, help="limit of SMs that send the gradient of x in late order")
     return parser

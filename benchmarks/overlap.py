@@ -293,8 +293,7 @@ def table(run: Found) -> list[str]:
 
 def options() -> argparse.ArgumentParser:
     parser = new_parser(__doc__)
-    add_sizes(parser)
-    parser.add_argument("--width", type=positive, default=2048, help="intermediate size of each expert (%(default)s)")
+    add_sizes(parser, width=True)
     parser.add_argument(
         "--shared-width", type=positive, default=2048, help="intermediate size of the shared expert (%(default)s)"
     )

@@ -78,9 +78,7 @@ FORMAT = "e4m3/128/fp32"
 
 def parser() -> argparse.ArgumentParser:
     options = new_parser(__doc__, "decode")
-    add_sizes(options, TOKENS)
-    options.set_defaults(hidden=None, experts=None, top_k=None)  # those of the model
-    options.add_argument("--width", type=positive, metavar="N", help="intermediate size (default: 2048)")
+    add_sizes(options, TOKENS, width=True)
     options.add_argument(
         "--model",
         choices=MODELS,

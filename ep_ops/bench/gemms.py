@@ -76,10 +76,7 @@ def tiles(text: str) -> tuple[str, ...]:
 
 def parser() -> argparse.ArgumentParser:
     options = new_parser(__doc__, "gemms", "rows of the tuning table")
-    add_sizes(options)
-    options.add_argument(
-        "--width", type=positive, default=2048, metavar="N", help="intermediate size (default: %(default)s)"
-    )
+    add_sizes(options, width=True)
     options.add_argument("--only", type=names_of(STEPS), default=tuple(STEPS), metavar="NAME,NAME", help=only(STEPS))
     options.add_argument(
         "--tiles", type=tiles, default=TILES, metavar="TILE,TILE", help=f"configurations: {', '.join(TILES[1:])}, '' "

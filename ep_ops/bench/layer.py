@@ -73,10 +73,7 @@ FIGURES = {"forward": "forward", "forward_backward": "and backward"}
 
 def parser() -> argparse.ArgumentParser:
     options = new_parser(__doc__, "layer")
-    add_sizes(options)
-    options.add_argument(
-        "--width", type=positive, default=2048, metavar="N", help="intermediate size (default: %(default)s)"
-    )
+    add_sizes(options, width=True)
     options.add_argument(
         "--times",
         type=float,

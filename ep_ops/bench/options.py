@@ -57,17 +57,19 @@ def new_parser(about: str | None, benchmark: str = "", writes: str = "all result
     return parser
 
 
-def add_sizes(options: argparse.ArgumentParser, tokens: int | tuple[int, ...] = 4096) -> None:
-    """Add the sizes of the workload; the defaults are those of DeepSeek-V3. `tokens`: one number, or several."""
+def add_sizes(options: argparse.ArgumentParser, tokens: int | tuple[int, ...] = 4096, width: bool = False) -> None:
+    """Add the sizes of the workload; the defaults are those of DeepSeek-V3. `tokens`: one number, or several. `width`:
+    also that of experts."""
     several = isinstance(tokens, tuple)
     shown = ",".join(map(str, tokens)) if isinstance(tokens, tuple) else tokens
     options.add_argument(
         "--tokens", type=numbers if several else positive, default=tokens, metavar="N,N" if several else "N",
         help=f"tokens of each rank (default: {shown})",
     )  # fmt: skip
-    for name, size, about in (
-        ("hidden", 7168, "hidden size"), ("experts", 256, "experts of all ranks"), ("top-k", 8, "experts of a token")
-    ):  # fmt: skip
+    sizes = [
+        ("hidden", 7168, "hidden size"), ("experts", 256, "experts of all ranks"), ("top-k", 8, "experts of a token"),
+    ]  # fmt: skip
+    for name, size, about in [*sizes, ("width", 2048, "intermediate size of each expert")] if width else sizes:
         options.add_argument(f"--{name}", type=positive, default=size, metavar="N", help=f"{about} (default: {size})")
 
 
