@@ -59,8 +59,10 @@ class CompileDuringCapture(RuntimeError):
 def compile_kernel(kernel: Any, arch: str, *, keep_ptx: bool = False) -> Any:
     """Compiles `kernel` for `arch` ("sm_90a", "sm_100a"); needs no GPU.
 
-    `kernel.signature()` gives example arguments. With `keep_ptx` the result has `__ptx__` and `__cubin__`.
+    `kernel.on(arch)` is what is compiled; `signature()` gives example arguments. With `keep_ptx` the result has
+    `__ptx__` and `__cubin__`.
     """
+    kernel = kernel.on(arch)
     ffi = "" if library_of(kernel) else "--enable-tvm-ffi "
     options = f"{ffi}--gpu-arch {arch}"
     # The DSL hands both over in files, whose names it cuts short: in a common folder kernels get each other's.
@@ -196,6 +198,7 @@ def _warn(text: str) -> None:
 def object_name(kernel: Any, arch: str) -> str:
     """Return the name of the file and of its function, which contains a digest of everything that the machine code
     depends on."""
+    kernel = kernel.on(arch)
     kind = type(kernel)
     library = library_of(kernel)
     linked = digest_of(library) if library else ""

@@ -54,6 +54,11 @@ class Launched:
         """Options of the launch: `block`, and others if needed."""
         raise NotImplementedError
 
+    def on(self, arch: str) -> "Launched":
+        """Return the kernel to compile for an architecture ("sm_90a", "sm_100a"): this one, or one that takes the same
+        arguments and uses instructions which others do not have."""
+        return self
+
     def signature(self) -> tuple[Any, ...]:
         """Return example values of the arguments of the compiled function."""
         return (*_examples(self.Args), make_fake_stream())

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from cutlass import AddressSpace, Float32, Int32, Int64, Uint8, Uint32, inttoptr
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm
 from cutlass.cute import arch
 from cutlass.experimental import primitives as prims
 
@@ -197,6 +199,11 @@ def add_rn(a: Float32, b: Float32) -> Float32:
     return _get(Float32, "add.rn.f32 {$w0}, {$r0}, {$r1};", a, b)
 
 
+def fma_rn(a: Float32, b: Float32, c: Float32) -> Float32:
+    """Return a*b + c, rounded once."""
+    return _get(Float32, "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", a, b, c)
+
+
 def div_rn(a: Float32, b: Float32) -> Float32:
     return _get(Float32, "div.rn.f32 {$w0}, {$r0}, {$r1};", a, b)
 
@@ -367,3 +374,44 @@ def mma(sums: Sequence[Any], a: Sequence[Any], b: Sequence[Any], dtype: str) -> 
 def movmatrix(word: Uint32) -> Uint32:
     """By a warp: transpose an 8x8 matrix of 16-bit numbers, of which a lane has two of row lane // 4."""
     return _get(Uint32, "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", word)
+
+
+def shared_address(smem_ptr: Any) -> Int32:
+    """Return the address of a place in shared memory."""
+    return Int32(smem_ptr.toint())
+
+
+def fence_async_shared() -> None:
+    """Order what the thread has written to shared memory before reads of the async proxy, such as those of `wgmma`,
+    that come behind a barrier. Copies of `cp_async` must have been waited for."""
+    _run("fence.proxy.async.shared::cta;")
+
+
+def wgmma_e4m3(a: Int64, b: Int64, rows: int) -> tuple[Float32, ...]:
+    """By four warps: start multiplying a [64, 128] by the transpose of b [rows, 128], e4m3 codes in shared memory, 32
+    of a row at a time, from zero. Each call is a group of its own. `a`, `b`: descriptors of matrices. Return the sums
+    [64, rows]: warp w has rows 16 w to 16 w + 15 in the layout of mma.m16n8k16 for each 8 columns. Nothing may touch
+    them before `wgmma_wait` returns them."""
+    sums = ", ".join(f"{{$w{i}}}" for i in range(rows // 2))
+    product = f"wgmma.mma_async.sync.aligned.m64n{rows}k32.f32.e4m3.e4m3 {{{sums}}}, a, b, more, 1, 1; "
+    advance = "add.s64 a, a, 2; add.s64 b, b, 2; "  # by 32 bytes
+    text = (
+        "{ .reg .b64 a, b; .reg .pred more; mov.b64 a, {$r0}; mov.b64 b, {$r1}; setp.ne.b32 more, 0, 0; "
+        f"wgmma.fence.sync.aligned; {product}setp.eq.b32 more, 0, 0; {(advance + product) * 3}"
+        "wgmma.commit_group.sync.aligned; }"
+    )
+    return _get([Float32] * (rows // 2), text, a, b)
+
+
+def wgmma_wait(most: int, sums: Sequence[Any]) -> list[Float32]:
+    """By four warps: wait until all groups of `wgmma_e4m3` are complete but for the last `most`. Return `sums`, whose
+    group is among the complete ones."""
+    count = len(sums)
+    found = llvm.inline_asm(
+        ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * count)})>"),  # type: ignore[attr-defined]
+        [value.ir_value() for value in sums],
+        f"wgmma.wait_group.sync.aligned {most};",
+        ",".join(["=f"] * count + [str(i) for i in range(count)]),  # results in the registers of the sums
+        has_side_effects=True,
+    )
+    return [Float32(llvm.extractvalue(Float32.mlir_type, found, [i])) for i in range(count)]

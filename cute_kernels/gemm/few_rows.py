@@ -145,6 +145,8 @@ class FewRows(Launched):
     """Whether weights lie as [El, N, K]."""
 
     Args = FewRowsArgs
+    ALIGNMENT = 128
+    """Bytes of which the address of the ring is a multiple."""
 
     @property
     def name(self) -> str:
@@ -189,7 +191,7 @@ class FewRows(Launched):
     def kernel(self, args: Any) -> None:
         bid = block_id()
         smem = cutlass.memory.SmemAllocator()
-        ring = smem.allocate_array(Uint8, self.tile.stages * self.tile.stage_bytes, byte_alignment=128)
+        ring = smem.allocate_array(Uint8, self.tile.stages * self.tile.stage_bytes, byte_alignment=self.ALIGNMENT)
         if const_expr(self.gated):
             arch.griddepcontrol_wait()
         number, step = bid // self.shares, args.blocks // self.shares
@@ -265,7 +267,7 @@ class FewRows(Launched):
             ptx.cp_async_commit()
         stage, free = Int32(0), Int32(ahead)
         for step in cutlass.range(self.steps):
-            ptx.cp_async_wait(ahead - 1)
+            given = self.wait_for_copies(args, part, step, ahead - 1)
             arch.sync_threads()  # the stage is full for all threads, and nobody reads the one before it any more
             if step + ahead < self.steps:
                 into = ring + free * tile.stage_bytes
@@ -274,7 +276,7 @@ class FewRows(Launched):
             ptx.cp_async_commit()
             if step == max(self.steps - ahead, 0):
                 arch.griddepcontrol_launch_dependents()
-            self.add(args, ring + stage * tile.stage_bytes, part, step, acc)
+            self.add(args, ring + stage * tile.stage_bytes, part, step, acc, given)
             stage += 1
             if stage == tile.stages:
                 stage = Int32(0)
@@ -284,6 +286,11 @@ class FewRows(Launched):
         self.store(args, ring, part, acc)
 
     # ------------------------------------------------------------------ copies
+
+    def wait_for_copies(self, args: Any, part: Part, step: Any, most: int) -> Any:
+        """Wait until all groups of the thread's copies are complete but for the last `most`. Return what `add` needs
+        besides them."""
+        ptx.cp_async_wait(most)
 
     @cute.jit
     def load_weights(self, to: Any, weights: Int64, column: Int32, step: Int32) -> None:
@@ -308,7 +315,7 @@ class FewRows(Launched):
                         at = cutlass.min(at, last - 8)
                     k = step * tile.depth + (line + i * lines)
                     address = Records(weights, NUMBER, self.all_columns).part(k).at(at)
-                self.copy(into + swizzled(line + i * lines, chunk, self.pitch), address, k)
+                self.copy(into + self.place(line + i * lines, chunk, self.pitch, tile.half), address, k)
 
     @cute.jit
     def load_rows(self, to: Any, x: Int64, rows: Int32, step: Int32) -> None:
@@ -321,7 +328,7 @@ class FewRows(Launched):
         for first in range_constexpr(0, tile.rows, lines):
             if first + line < rows:
                 address = Records(x, NUMBER, self.depth).part(first + line).at(k)
-                self.copy(into + swizzled(first + line, chunk, tile.chunks), address, k)
+                self.copy(into + self.place(first + line, chunk, tile.chunks, tile.rows), address, k)
 
     def copy(self, to: Any, address: Int64, k: Int32) -> None:
         """Start copying a chunk that begins at `k` of K, or zeros behind the end of K."""
@@ -337,10 +344,14 @@ class FewRows(Launched):
             nbytes = Int32(0)
         ptx.cp_async_some(to, address, nbytes)
 
+    def place(self, line: Any, chunk: Any, pitch: int, lines: int) -> Any:
+        """Return the offset of a chunk of 16 bytes in a tile of `lines` lines of `pitch` chunks."""
+        return swizzled(line, chunk, pitch)
+
     # ------------------------------------------------------------------ products
 
     @cute.jit
-    def add(self, args: Any, stage: Any, part: Part, step: Int32, acc: Any) -> None:
+    def add(self, args: Any, stage: Any, part: Part, step: Int32, acc: Any, given: Any) -> None:
         """By a warp: add the products of a stage to the sums."""
         lane, warp = arch.lane_idx(), warp_id()
         matrix, line = lane // 8, lane % 8

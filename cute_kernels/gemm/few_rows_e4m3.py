@@ -5,9 +5,11 @@ with a scale for each 128 x 128 block, as checkpoints have them. `FewRows`, with
 - What `FewRows` counts as numbers of K (`depth`, the depth of a tile) are pairs of codes here: 16 bits.
 - A number of the result is the sum over the blocks of 128 of K, in ascending order, of a block's products (of 32 at a
   time, in ascending order, from zero) times the product of both scales, in fp32.
-- sm_90a and sm_100a have no `mma.sync` of codes: `mma.m16n8k32.e4m3` is compiled to a conversion of both operands to
-  fp16 and two products of 16 from zero, of the first and of the last two codes of each word, whose sum is added. The
-  kernel does this itself, with the same bits, so that it converts weights once for all rows instead of once for 8 rows.
+- On sm_90a `wgmma` multiplies codes as they are (few_rows_wgmma.py). sm_100a has no `mma.sync` of codes:
+  `mma.m16n8k32.e4m3` is compiled to a conversion of both operands to fp16 and two products of 16 from zero, of the
+  first and of the last two codes of each word, whose sum is added. The kernel does this itself, with the same bits, so
+  that it converts weights once for all rows instead of once for 8 rows.
+- A stage consists of blocks of 128 of K, in which lines have 128 bytes, as descriptors of `wgmma` name them.
 - The first GEMM rounds silu(gate) * up to `dtype`, quantizes it by 128 columns, which a block of threads computes as a
   whole, and stores codes and scales as the second GEMM takes them.
 """
@@ -15,6 +17,7 @@ with a scale for each 128 x 128 block, as checkpoints have them. `FewRows`, with
 # No "from __future__ import annotations": the kernel's annotations are read as types.
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import cutlass
@@ -49,10 +52,10 @@ class FewRowsE4M3Args(NamedTuple):
 
 def tile_of(gated: bool, rows: int) -> Tile:
     """Return the tile of a GEMM. In the first one a block has 128 columns of the result. Lines of weights in a stage
-    have 256 bytes if there is enough shared memory."""
+    have 256 bytes if there is enough shared memory. Two blocks of the second GEMM, which end soon, share it."""
     if gated:
         return Tile(2 * BLOCK, rows, 3, 128) if rows <= 32 else Tile(2 * BLOCK, rows, 4, 64)
-    return Tile(BLOCK, rows, 3, 128)
+    return Tile(BLOCK, rows, 3 if rows <= 16 else 2, 128) if rows <= 64 else Tile(BLOCK, rows, 4, 64)
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,18 @@ class FewRowsE4M3(FewRows):
     `transposed`: True."""
 
     Args = FewRowsE4M3Args  # type: ignore[assignment]
+    ALIGNMENT = 1024
 
     @property
     def name(self) -> str:
         """Name of the kernel in a profile."""
         return "ep_gate_up_e4m3" if self.gated else "ep_down_e4m3"
+
+    def on(self, arch: str) -> "FewRowsE4M3":
+        if arch != "sm_90a":
+            return self
+        # By name, because that file imports this one.
+        return import_module(".few_rows_wgmma", __package__).FewRowsWgmma(**vars(self))
 
     @property
     def scales(self) -> int:
@@ -77,7 +87,7 @@ class FewRowsE4M3(FewRows):
         return self.tile.columns // 32
 
     @cute.jit
-    def add(self, args: Any, stage: Any, part: Part, step: Int32, acc: Any) -> None:
+    def add(self, args: Any, stage: Any, part: Part, step: Int32, acc: Any, given: Any) -> None:
         """By a warp: add the products of a stage to the sums."""
         lane, warp = arch.lane_idx(), warp_id()
         matrix, line = lane // 8, lane % 8
@@ -91,13 +101,15 @@ class FewRowsE4M3(FewRows):
                 of_weights.append(self.weight_scale(args, part, half, warp, number))
             for k in range_constexpr(4):  # of 32 numbers
                 for half in range_constexpr(2):
-                    to = swizzled(warp * 16 + matrix % 2 * 8 + line, block * 8 + k * 2 + matrix // 2, self.pitch)
+                    to = self.place(
+                        warp * 16 + matrix % 2 * 8 + line, block * 8 + k * 2 + matrix // 2, self.pitch, self.tile.half
+                    )
                     weights.append(ptx.as_fp16(ptx.ldmatrix(stage + half * self.tile.half_bytes + to, False)))
             for group in range_constexpr(self.groups):
                 if group * 8 < part.rows:
                     numbers = []  # of 32 numbers each
                     for first in range_constexpr(0, 8, 4):
-                        at = swizzled(group * 8 + line, block * 8 + first + matrix, self.tile.chunks)
+                        at = self.place(group * 8 + line, block * 8 + first + matrix, self.tile.chunks, self.tile.rows)
                         words = ptx.ldmatrix(x + at, False)
                         numbers += [ptx.as_fp16(words[2 * k : 2 * k + 2]) for k in range(2)]
                     of_rows = []
@@ -118,6 +130,10 @@ class FewRowsE4M3(FewRows):
                             scale = ptx.mul_rn(of_weights[half], of_rows[i % 2])
                             to = (half * self.groups + group) * 4 + i
                             acc[to] = ptx.add_rn(acc[to], ptx.mul_rn(sums[i], scale))
+
+    def place(self, line: Any, chunk: Any, pitch: int, lines: int) -> Any:
+        """Return the offset of a chunk in a tile that consists of blocks of 128 of K."""
+        return chunk // 8 * (lines * BLOCK) + swizzled(line, chunk % 8, 8)
 
     @cute.jit
     def weight_scale(self, args: Any, part: Part, half: cutlass.Constexpr[int], warp: Int32, number: Int32) -> Float32:

@@ -10,7 +10,10 @@ launches, and blocks that start late.
 Lanes of a warp go apart: now and then one stops before an access to memory, while the others go on to their next
 collective. Lanes that load or store a line (latency/packets.py) must have met since their last access.
 
-What is not: the order in which memory becomes visible, proxies, fences and timing. Each access is complete at once:
-this proves logic, not order. Nor is what the DSL makes of the source: that
-it traces and compiles is what other tests see.
+Products of four warps read shared memory through descriptors, at once or as late as their waits allow, and only what a
+fence of the writing thread has ordered before.
+
+What is not: the order in which memory becomes visible, other proxies and fences, and timing. Each access is complete at
+once: this proves logic, not order. Nor is what the DSL makes of the source: that it traces and compiles is what other
+tests see.
 """

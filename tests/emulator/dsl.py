@@ -19,16 +19,19 @@ class Allocator:
     def __init__(self) -> None:
         me().allocated = 0
 
-    def allocate_tensor(self, kind: type, count: Any) -> SharedArray:
+    def allocate_tensor(self, kind: type, count: Any, alignment: int = 16) -> SharedArray:
+        """Its address is a multiple of `alignment`, and of nothing larger."""
         thread = me()
         arrays, index = thread.block.shared, thread.allocated
         if index == len(arrays):
-            arrays.append(SharedArray.new(kind, count, machine.draw))
+            behind = arrays[-1].address + arrays[-1].view.nbytes if arrays else 0
+            address = (-(-behind // alignment) | 1) * alignment
+            arrays.append(SharedArray.new(kind, count, machine.draw, address))
         thread.allocated += 1
         return arrays[index]
 
-    def allocate_array(self, kind: type, count: Any, byte_alignment: int | None = None) -> SharedArray:
-        return self.allocate_tensor(kind, count)
+    def allocate_array(self, kind: type, count: Any, byte_alignment: int = 16) -> SharedArray:
+        return self.allocate_tensor(kind, count, byte_alignment)
 
 
 class Constexpr:

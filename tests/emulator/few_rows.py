@@ -132,7 +132,7 @@ class QuantizedExperts:
             out[begin : begin + count] = x[begin : begin + count].double() @ exact.T
         return out
 
-    def run(self, tiles: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    def run(self, tiles: tuple[tuple[int, ...], tuple[int, ...]], arch: str) -> None:
         from cute_kernels.gemm.few_rows import Tile
         from cute_kernels.gemm.few_rows_e4m3 import FewRowsE4M3
 
@@ -150,7 +150,7 @@ class QuantizedExperts:
             for nbytes in (rows * self.width, rows * self.width // 32, 2 * rows * self.hidden)
         )
         first, second = (
-            FewRowsE4M3(experts, depth // 2, columns, "bf16", Tile(*tile), gated, True)
+            FewRowsE4M3(experts, depth // 2, columns, "bf16", Tile(*tile), gated, True).on(arch)
             for depth, columns, tile, gated in (
                 (self.hidden, self.width, tiles[0], True), (self.width, self.hidden, tiles[1], False),
             )
@@ -215,10 +215,20 @@ CHECKS: dict[str, Any] = {
     "few_rows_wide": lambda draw: both(draw, 2, 72, 136, (128, 16, 3, draw.choice([32, 64])), 13),
     # Rows and weights of e4m3. K ends within a stage, or at the end of one; rows are walked in a loop, or not.
     "few_rows_e4m3": lambda draw: QuantizedExperts(draw, 3, 384, 128, 7).run(
-        ((256, 8, 2, 128), (128, 8, draw.choice([2, 3]), draw.choice([64, 128])))
+        ((256, 8, 2, 128), (128, 8, draw.choice([2, 3]), draw.choice([64, 128]))), "sm_100a"
     ),
     "few_rows_e4m3_loop": lambda draw: QuantizedExperts(draw, 2, 128, 256, 20).run(
-        ((256, 8, 2, 64), (128, 16, 2, 128))
+        ((256, 8, 2, 64), (128, 16, 2, 128)), "sm_100a"
+    ),
+    "few_rows_wgmma": lambda draw: QuantizedExperts(draw, 3, 384, 128, 7).run(
+        ((256, 8, 2, 128), (128, 8, draw.choice([2, 3]), draw.choice([64, 128]))), "sm_90a"
+    ),
+    "few_rows_wgmma_loop": lambda draw: QuantizedExperts(draw, 2, 128, 256, 20).run(
+        ((256, 8, 2, 64), (128, 16, 2, 128)), "sm_90a"
+    ),
+    # Several instructions for the rows of a tile.
+    "few_rows_wgmma_wide": lambda draw: QuantizedExperts(draw, 1, 256, 128, 90).run(
+        ((256, 96, 2, 64), (128, 96, 2, 128)), "sm_90a"
     ),
     "few_rows_widest": lambda draw: both(draw, 2, 72, 136, (256, 8, 2, 64), 5, draw.random() < 0.3),
 }

@@ -93,14 +93,15 @@ class SharedArray:
     layout = None
     pause: Callable[[], None]  # before an access (threads.py, which imports this)
 
-    def __init__(self, kind: type, view: memoryview, first: int = 0) -> None:
+    def __init__(self, kind: type, view: memoryview, first: int = 0, address: int = 0) -> None:
         self.kind, self.view, self.first = kind, view, first
+        self.address = address  # of the array
 
     @staticmethod
-    def new(kind: type, count: Any, draw: Any) -> SharedArray:
+    def new(kind: type, count: Any, draw: Any, address: int) -> SharedArray:
         code = FORMATS[kind.__name__]
         nbytes = int(count) * memoryview(b"").cast(code).itemsize
-        return SharedArray(kind, memoryview(bytearray(draw.randbytes(nbytes))).cast(code))
+        return SharedArray(kind, memoryview(bytearray(draw.randbytes(nbytes))).cast(code), 0, address)
 
     def at(self, index: Any, count: int = 1) -> int:
         where = self.first + int(index)
@@ -117,7 +118,7 @@ class SharedArray:
         self.view[self.at(index)] = self.kind(value) if issubclass(self.kind, Fixed) else float(value)
 
     def __add__(self, offset: Any) -> SharedArray:
-        return SharedArray(self.kind, self.view, self.first + int(offset))
+        return SharedArray(self.kind, self.view, self.first + int(offset), self.address)
 
     def load(self) -> Any:
         return self[0]

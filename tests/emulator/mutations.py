@@ -59,6 +59,7 @@ POSTED = """            if mark & END != 0:
                 count[0] += 1
 """
 FEW_ROWS, FEW_ROWS_E4M3 = "gemm/few_rows.py", "gemm/few_rows_e4m3.py"
+FEW_ROWS_WGMMA = "gemm/few_rows_wgmma.py"
 QUANTIZED, PACKETS, QUANTIZE = "quantized_sums.py", "latency/sum_packets.py", "quantize.py"
 HALF_BLOCK = "of_group(amax, form.block // len(sums))"
 
@@ -264,7 +265,7 @@ MUTATIONS = {
         '    arch.inline_ptx("st',
     ),
     "gemm, a stage read before it is full": Mutation(
-        "few_rows", FEW_ROWS, "ptx.cp_async_wait(ahead - 1)", "ptx.cp_async_wait(ahead)"
+        "few_rows", FEW_ROWS, "part, step, ahead - 1)", "part, step, ahead)"
     ),
     "gemm, a stage read before all threads have filled it": Mutation(
         "few_rows", FEW_ROWS, "arch.sync_threads()  # the stage is full", "arch.sync_warp()  # the stage is full"
@@ -323,6 +324,52 @@ MUTATIONS = {
     ),
     "gemm of codes, magnitudes read before all warps have stored theirs": Mutation(
         "few_rows_e4m3", FEW_ROWS_E4M3, "arch.sync_threads()  # the largest magnitudes of all warps are there", "pass"
+    ),
+    "gemm of codes, a stage read before a fence": Mutation(
+        "few_rows_wgmma", FEW_ROWS_WGMMA, "        ptx.fence_async_shared()\n", ""
+    ),
+    "gemm of codes, a stage fenced before it is full": Mutation(
+        "few_rows_wgmma", FEW_ROWS_WGMMA, "        ptx.cp_async_wait(most)\n        ptx.fence_async_shared()\n",
+        "        ptx.fence_async_shared()\n        ptx.cp_async_wait(most)\n",
+    ),
+    "gemm of codes, a stage read before all threads have fenced it": Mutation(
+        "few_rows_wgmma", FEW_ROWS, "arch.sync_threads()  # the stage is full", "arch.sync_warp()  # the stage is full"
+    ),
+    "gemm of codes, a stage filled while it is read": Mutation(
+        "few_rows_wgmma_loop", FEW_ROWS, "                    arch.sync_threads()  # nobody reads the ring any more\n",
+        "",
+    ),
+    "gemm of codes, sums read before they are there": Mutation(
+        "few_rows_wgmma", FEW_ROWS_WGMMA, "ptx.wgmma_wait(len(products) - 1, products.pop(0))", "products.pop(0)"
+    ),
+    "gemm of codes, the last sums read before they are there": Mutation(
+        "few_rows_wgmma", FEW_ROWS_WGMMA, "len(products) - 1, products.pop(0)", "1, products.pop(0)"
+    ),
+    "gemm of codes, chunks of lines in their order": Mutation(
+        "few_rows_wgmma", FEW_ROWS_E4M3, "swizzled(line, chunk % 8, 8)", "(line * 8 + chunk % 8) * 16"
+    ),
+    "gemm of codes, a ring at a multiple of less": Mutation(
+        "few_rows_wgmma", FEW_ROWS_E4M3, "ALIGNMENT = 1024", "ALIGNMENT = 512"
+    ),
+    "gemm of codes, groups of lines at another distance": Mutation(
+        "few_rows_wgmma", FEW_ROWS_WGMMA, "8 * BLOCK // 16 << 32", "16 * BLOCK // 16 << 32"
+    ),
+    "gemm of codes, the weights of the first four warps": Mutation(
+        "few_rows_wgmma", FEW_ROWS_WGMMA, "warp_id() // 4 * (64 * BLOCK)", "warp_id() // 8 * (64 * BLOCK)"
+    ),
+    "gemm of codes, the first rows again": Mutation(
+        "few_rows_wgmma_wide", FEW_ROWS_WGMMA, "(block * tile.rows + first) * BLOCK", "block * tile.rows * BLOCK"
+    ),
+    "gemm of codes, the first rows' scales again": Mutation(
+        "few_rows_wgmma_wide", FEW_ROWS_WGMMA, "of_rows[first // 4 + 2 * group", "of_rows[2 * group"
+    ),
+    "gemm of codes, scales behind the last row": Mutation(
+        "few_rows_wgmma", FEW_ROWS_WGMMA, "cutlass.min(i // 2 * 8 + lane % 4 * 2 + i % 2, part.rows - 1)",
+        "i // 2 * 8 + lane % 4 * 2 + i % 2 + self.experts * 16",
+    ),
+    "gemm of codes, scales of the first block of a stage": Mutation(
+        "few_rows_wgmma", FEW_ROWS_WGMMA, "cutlass.min(step * self.blocks + block, self.scales - 1)",
+        "cutlass.min(step * self.blocks, self.scales - 1)",
     ),
     "gemm of codes, the magnitude of a half of the columns": Mutation(
         "few_rows_e4m3", FEW_ROWS_E4M3, "range_constexpr(0, self.warps, 4)", "range_constexpr(0, self.warps, 8)"

@@ -18,9 +18,13 @@ from .warps import cp_async as cp_async
 from .warps import cp_async_commit as cp_async_commit
 from .warps import cp_async_some as cp_async_some
 from .warps import cp_async_wait as cp_async_wait
+from .warps import fence_async_shared as fence_async_shared
 from .warps import ldmatrix as ldmatrix
 from .warps import mma as mma
 from .warps import movmatrix as movmatrix
+from .warps import shared_address as shared_address
+from .warps import wgmma_e4m3 as wgmma_e4m3
+from .warps import wgmma_wait as wgmma_wait
 
 
 def ld_i32(addr: Any) -> Int32:
@@ -151,6 +155,10 @@ def mul_rn(a: Any, b: Any) -> Any:
 
 def add_rn(a: Any, b: Any) -> Any:
     return numpy.float32(a) + numpy.float32(b)
+
+
+def fma_rn(a: Any, b: Any, c: Any) -> Any:
+    return numpy.float32(numpy.float64(a) * numpy.float64(b) + numpy.float64(c))
 
 
 def unpack(words: Sequence[Any], dtype: str) -> list[Any]:

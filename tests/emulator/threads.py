@@ -62,6 +62,8 @@ class Block:
         self.arrived: dict[int, list[tuple[Thread, bool]]] = {}
         self.mbarriers: dict[Any, Any] = {}
         self.counted: list[bool] = []  # of `barrier_count`
+        self.unfenced: dict[int, Thread] = {}  # chunks of shared memory that a copy has written, and its thread
+        self.started: dict[tuple[int, int], Any] = {}  # operands of products of four warps, in their order
         self.after = after  # threads of the kernel that this one's launch depends on
         self.late = late  # rounds that it starts later than it may
         self.uneven = uneven  # the most rounds that one of its warps misses at a time
@@ -84,6 +86,8 @@ class Thread(greenlet):
         self.allocated = 0  # arrays of shared memory that it has come to
         self.stores: list[list[Any]] = [[]]  # bulk stores of each group that is not known to be complete
         self.copies: list[list[Any]] = [[]]  # asynchronous copies of 16 bytes, likewise
+        self.products: list[Any] = []  # products of four warps that are not known to be complete
+        self.started = 0  # of them
 
     def go_on(self) -> bool:
         """Returns whether it did more than look again."""
@@ -164,6 +168,7 @@ def run_thread(kernel: Any, args: Any) -> None:
     kernel.kernel(args)
     assert not any(me().stores), "a thread has left before its bulk stores were complete"
     assert not any(me().copies), "a thread has left before its copies were complete"
+    assert not me().products, "a thread has left before its products were complete"
 
 
 def arrive(thread: Thread) -> None:

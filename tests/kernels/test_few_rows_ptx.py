@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
@@ -11,6 +13,7 @@ from built import DRAWN_ARCHS, assert_in_registers, built, compiled_ptx, count
 from cute_kernels.gemm.few_rows import ROWS, FewRows, rows_of, tile_of
 from cute_kernels.gemm.few_rows_e4m3 import FewRowsE4M3
 from cute_kernels.gemm.few_rows_e4m3 import tile_of as tile_of_e4m3
+from cute_kernels.gemm.few_rows_wgmma import FewRowsWgmma
 from cute_kernels.jit import object_name
 
 SHARED = 227 * 1024
@@ -67,15 +70,22 @@ def of_codes(sizes: str, rows: int) -> list[FewRowsE4M3]:
 QUANTIZED = [*of_codes("qwen3-30b", 8), *of_codes("deepseek-v3", 64), *of_codes("deepseek-v3", 96)]
 
 
-@pytest.mark.parametrize("arch", DRAWN_ARCHS)
-@pytest.mark.parametrize("kernel", QUANTIZED, ids=str)
-def test_instructions_of_e4m3(kernel: FewRowsE4M3, arch: str) -> None:
-    """Weights converted once a stage for all rows, copies of 16 bytes, and nothing kept in local memory."""
+def ptx_of_codes(kernel: FewRowsE4M3, arch: str) -> str:
+    """The PTX of a GEMM with e4m3 weights: copies of 16 bytes, and nothing kept in local memory."""
     ptx, tile = compiled_ptx(kernel, arch), kernel.tile
     assert_in_registers(kernel, arch)
     made = built(kernel, arch)
     assert made.shared_bytes == tile.stages * tile.stage_bytes <= SHARED
     assert made.registers * tile.columns <= 65536
+    assert "cp.async.ca" not in ptx and count(ptx, "cp.async.cg.shared.global") > 0
+    assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) == kernel.gated
+    return ptx
+
+
+@pytest.mark.parametrize("kernel", QUANTIZED, ids=str)
+def test_instructions_of_e4m3(kernel: FewRowsE4M3) -> None:
+    """Blackwell: weights are converted once a stage for all rows."""
+    ptx, tile = ptx_of_codes(kernel, "sm_100a"), kernel.tile
     products = 2 * 2 * kernel.groups * tile.depth // 16  # of a stage: halves, groups, pairs and steps of 32 codes
     loops = count(ptx, "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32") // products
     assert loops >= 1 and count(ptx, "mma.sync") == loops * products
@@ -83,8 +93,27 @@ def test_instructions_of_e4m3(kernel: FewRowsE4M3, arch: str) -> None:
     # group of rows 2 words a step.
     converted = 2 * (4 * 2 * 4 + kernel.groups * 4 * 2) * tile.depth // 64
     assert ptx.count("cvt.rn.f16x2.e4m3x2") == loops * converted
-    assert "cp.async.ca" not in ptx and count(ptx, "cp.async.cg.shared.global") > 0
-    assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) == kernel.gated
+
+
+@pytest.mark.parametrize("kernel", QUANTIZED, ids=str)
+def test_instructions_of_wgmma(kernel: FewRowsE4M3) -> None:
+    """Hopper: codes are multiplied as they are, from shared memory. A thread orders what it has copied there before
+    reads of the tensor cores, and only then comes to the barrier."""
+    ptx, tile = ptx_of_codes(kernel, "sm_90a"), kernel.tile
+    assert isinstance(kernel.on("sm_90a"), FewRowsWgmma) and kernel.on("sm_100a") is kernel
+    rows = tile.rows if tile.rows <= 64 else 32
+    groups = 2 * tile.depth * 2 // 128 * tile.rows // rows  # of a stage: halves, blocks of K, instructions for all rows
+    loops = ptx.count("wgmma.commit_group") // groups
+    assert loops >= 1 and ptx.count("wgmma.commit_group") == ptx.count("wgmma.fence") == loops * groups
+    form = f"wgmma.mma_async.sync.aligned.m64n{rows}k32.f32.e4m3.e4m3"
+    assert ptx.count("wgmma.mma_async") == ptx.count(form) == 4 * loops * groups
+    waits = [count(ptx, f"wgmma.wait_group.sync.aligned {most};") for most in (0, 1)]
+    assert waits == [loops, loops * (groups - 1)]
+    assert not any(other in ptx for other in ("mma.sync", "ldmatrix", "cvt.rn.f16x2.e4m3x2"))
+    assert ".shared .align 1024 .b8" in ptx
+    order = re.findall(r"cp\.async\.wait_group|fence\.proxy\.async\.shared::cta|bar\.sync|wgmma\.fence", ptx)
+    first = order.index("wgmma.fence")
+    assert order[first - 3 : first] == ["cp.async.wait_group", "fence.proxy.async.shared::cta", "bar.sync"]
 
 
 @pytest.mark.parametrize("kernel", [*CASES[:2], *QUANTIZED[:2]], ids=str)
