@@ -28,6 +28,7 @@ import cutlass
 from tiny import Tiny
 
 from cute_kernels import jit
+from cute_kernels.launch import Launched
 from ep_ops.commands import doctor
 
 PATHS = os.pathsep.join([str(Path(jit.__file__).parents[1]), str(Path(__file__).parent)])
@@ -183,7 +184,7 @@ def test_the_dsl_s_options_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_of_one_name_in_two_modules_are_two() -> None:
     def kernel(module: str) -> Any:
         @dataclass(frozen=True)
-        class Combine:
+        class Combine(Launched):
             rows: int
 
         Combine.__module__, Combine.__qualname__ = module, "Combine"
