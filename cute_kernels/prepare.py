@@ -4,6 +4,7 @@ multiprocessing would import the main module of the user's program in each of th
 """
 
 import contextlib
+import math
 import os
 import pickle
 import random
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,31 @@ prepare.prepare_given()
 program may have the name of one of its modules."""
 
 
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def cores() -> frozenset[int]:
+    """Return the cores on which this process may run."""
+    known = hasattr(os, "sched_getaffinity")
+    return frozenset(os.sched_getaffinity(0) if known else range(os.cpu_count() or 1))
+
+
+def quota() -> float | Fraction:
+    """Return how many cores' time the container of this process may use; infinity if it has no limit."""
+    try:
+        time, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return Fraction(int(time), int(period))
+    except (OSError, ValueError):  # no such file; "max"
+        return math.inf
+
+
+def share_of_cores(others: Sequence[frozenset[int]] = ()) -> int:
+    """Return this process's share of the cores on which it may run, in whole cores.
+
+    Args:
+        others: the cores of each other process of this host that compiles at the same time. Processes that may run on
+            a core have equal shares of it. They are taken to have a quota in common.
+    """
+    own = cores()
+    share = sum(Fraction(1, 1 + sum(core in other for other in others)) for core in own)
+    return int(share * min(len(own), quota()) / len(own))
 
 
 def prepare_all(kernels: Sequence[Any], arch: str, processes: int) -> None:

@@ -71,8 +71,8 @@ class Backend(Protocol):
         """Return [num_rows, H] for combine_gathered. ``num_rows`` is at most ``symmetric_rows``."""
 
     def compile(self, formats: Formats = ()) -> None:
-        """Compile and load all kernels that the operators need, for unquantized rows and for ``formats``. Not
-        collective."""
+        """Compile and load all kernels that the operators need, for unquantized rows and for ``formats``.
+        Collective, but ranks may return at different times."""
 
     def warmup(self) -> None:
         """Run every kernel once. Collective."""

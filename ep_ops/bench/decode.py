@@ -213,11 +213,12 @@ class DecodeLayers(Run):
             comm.warmup([(FORMAT, "rows")] if args.weights == "e4m3" else [])
             if comm.backend.name == "cute":
                 from cute_kernels import prepare
+                from ep_ops.backends.cute.launcher import processes_of_rank
 
                 sizes = LayerSizes(args.hidden, args.width, args.experts, args.top_k)
                 local = comm.num_local_experts, comm.world_size
                 gemms = gemm_kernels(sizes, *local, args.tokens, args.weights, turned)
-                prepare.prepare_all(gemms, arch_of(self.device), prepare.cores() // self.world_size)
+                prepare.prepare_all(gemms, arch_of(self.device), processes_of_rank(comm.exchange))
             self.weights = made(comm, args.width)
             self.turned = tuple(w.mT.contiguous().mT for w in self.weights) if turned else None
             if args.weights == "e4m3":

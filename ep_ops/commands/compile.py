@@ -113,7 +113,7 @@ def compile_all(wanted: Sequence[Any], arch: str) -> None:
     them."""
     from cute_kernels import jit, prepare
 
-    prepare.prepare_all(wanted, arch, prepare.cores())
+    prepare.prepare_all(wanted, arch, prepare.share_of_cores())
     try:
         for kernel in wanted:
             jit.prepare(kernel, arch)  # raises what a process could not

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .exchange import Exchange
+
 NEEDED_CAPABILITY = 9
 """Major version of the oldest supported compute capability."""
 NEEDED_SHARED_BYTES = 227 * 1024
@@ -203,6 +205,13 @@ def _spans(ranks: Sequence[int]) -> str:
         else:
             spans.append([rank, rank])
     return ", ".join(str(first) if first == last else f"{first}..{last}" for first, last in spans)
+
+
+def others_of_host(exchange: Exchange, value: Any) -> list[Any]:
+    """Return the values, which can be pickled, of the other ranks that run on this rank's host. Collective."""
+    host = _host()
+    values = exchange.all_gather_object((host, value))
+    return [other for rank, (place, other) in enumerate(values) if place == host and rank != exchange.rank]
 
 
 def _host() -> str:

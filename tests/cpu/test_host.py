@@ -18,6 +18,7 @@ from benchmarks import host
 from ep_ops import Config
 from ep_ops.bench import decode, latency, throughput
 from ep_ops.bench.ranks import Run
+from ep_ops.group.exchange import Exchange
 
 SCRIPT = """
 import json, subprocess, sys, time
@@ -132,6 +133,7 @@ class Planned:
         given = {key: value for key, value in options.items() if key not in ("device", "timeout", "backend")}
         self.config = checked_config(Config(backend="cute", **given), 1)
         self.num_local_experts, self.world_size = self.config.num_experts, 1
+        self.exchange = Exchange(None, torch.device("cpu"))
         self.backend, self.wanted = type("Backend", (), {"name": "cute"}), wanted
 
     def warmup(self, formats: Any = ()) -> None:

@@ -75,7 +75,7 @@ def test_they_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("EP_OPS_CACHE_DIR", str(cache))
-    monkeypatch.setattr(prepare, "cores", lambda: 2)
+    monkeypatch.setattr(prepare, "cores", lambda: frozenset({0, 1}))
     monkeypatch.setattr(jit, "compile_kernel", lambda *args, **more: pytest.fail("compiled once more"))
     wanted = all_kernels(planned(CONFIG, 2))[-2:]
     ahead.compile_all(wanted, "sm_90a")
@@ -94,7 +94,7 @@ def test_what_other_processes_cannot_compile(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("EP_OPS_CACHE_DIR", str(tmp_path))
     tmp_path.chmod(0o700)
     here: list[Any] = []
-    monkeypatch.setattr(prepare, "cores", lambda: 2)
+    monkeypatch.setattr(prepare, "cores", lambda: frozenset({0, 1}))
     monkeypatch.setitem(sys.modules, "elsewhere", sys.modules[__name__])
     monkeypatch.setattr(jit, "_compile_to", lambda path, kernel, arch: here.append(kernel))
     problem = problem_of(planned(CONFIG, 2))

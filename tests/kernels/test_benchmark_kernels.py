@@ -26,6 +26,7 @@ from ep_ops.bench.presets import FORMATS, MEASURABLE, OPERATORS, PRESETS, SUMS, 
 from ep_ops.bench.session import Session
 from ep_ops.bench.timing import CHAIN, Timer, leaves
 from ep_ops.bench.workloads import Workload, draw_route, rows_by_expert, rows_by_rank, traffic_of
+from ep_ops.group.exchange import Exchange
 
 ROOT = Path(ep_ops.__file__).parent.parent
 CPU = torch.device("cpu")
@@ -232,7 +233,9 @@ def test_decode_kernels_are_compiled_together(weights: str, monkeypatch: pytest.
     prepare = pytest.importorskip("cute_kernels.prepare")
     backend = SimpleNamespace(name="cute")
     asked: list[Any] = []
-    comm: Any = SimpleNamespace(backend=backend, num_local_experts=4, world_size=2, warmup=asked.extend)
+    comm: Any = SimpleNamespace(
+        backend=backend, num_local_experts=4, world_size=2, warmup=asked.extend, exchange=Exchange(None, CPU)
+    )  # fmt: skip
     run = object.__new__(decode.DecodeLayers)
     run.args = SimpleNamespace(tokens=(1, 8), hidden=256, width=128, experts=8, top_k=2, weights=weights, only=())
     run.world_size, run.rank, run.device, run.has_triton = 2, 0, CPU, False

@@ -51,7 +51,7 @@ from .ahead import latency_kernels, throughput_kernels
 from .call_state import AGREED, BEGUN, CHECKING, LAUNCHING, CallState
 from .failures import Failures, pack_reason
 from .latency import RECEIVE, SEND, LatencyPath
-from .launcher import Launcher
+from .launcher import Launcher, processes_of_rank
 from .outputs import Outputs
 from .residency import most_pulling
 from .sizing import across, heap_of, problem_of, rows_bytes, token_bound
@@ -388,7 +388,7 @@ class CuteBackend:
     # ------------------------------------------------------------------ lifetime
 
     def compile(self, formats: Formats = ()) -> None:
-        self._launcher.compile(all_kernels(self._config, formats))
+        self._launcher.compile(all_kernels(self._config, formats), processes_of_rank(self._exchange))
 
     def warmup(self) -> None:
         """Run every kernel once, without tokens."""

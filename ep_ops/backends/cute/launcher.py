@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,8 +12,10 @@ from cute_kernels import jit
 from cute_kernels.domains import position_words
 from cute_kernels.heap import Problem
 from cute_kernels.launch import Kernel, RankArgs, names
-from cute_kernels.prepare import cores, prepare_all
+from cute_kernels.prepare import cores, prepare_all, share_of_cores
 
+from ...group.exchange import Exchange
+from ...group.topology import others_of_host
 from ...symmetric import SymmetricBuffer, nvshmem
 from .call_state import CallState
 from .tuning import Tuning
@@ -24,6 +25,18 @@ Launch = Callable[..., None]
 there is none."""
 Bind = Callable[..., Launch]
 """Returns the launch of a kernel with (terms, **numbers): all numbers of `kernel.Args`, by name."""
+
+
+def processes_of_rank(exchange: Exchange) -> int:
+    """Return the number of processes in which this rank compiles while all ranks do: its share of the host's cores.
+    Collective.
+
+    Ranks of other groups may compile at the same time. At least as many ranks as visible GPUs are assumed; those that
+    are not in this group, on this rank's cores.
+    """
+    own = cores()
+    others = others_of_host(exchange, own)
+    return share_of_cores([*others, *[own] * (torch.cuda.device_count() - 1 - len(others))])
 
 
 class Launcher:
@@ -61,12 +74,10 @@ class Launcher:
             self._launches[key] = found
         return found
 
-    def compile(self, kernels: Iterable[Kernel]) -> None:
-        """Compile kernels, with this rank's share of the host's cores, and load them, so that `get` does not have
-        to."""
+    def compile(self, kernels: Iterable[Kernel], processes: int) -> None:
+        """Compile kernels, in at most so many processes, and load them, so that `get` does not have to."""
         kernels = list(kernels)
-        ranks = max(1, torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        prepare_all(kernels, self._arch, cores() // ranks)
+        prepare_all(kernels, self._arch, processes)
         for kernel in kernels:
             self._compiled(kernel)
 
