@@ -53,9 +53,8 @@ class FewRowsE4M3Args(NamedTuple):
 def tile_of(gated: bool, rows: int) -> Tile:
     """Return the tile of a GEMM. In the first one a block has 128 columns of the result. Lines of weights in a stage
     have 256 bytes if there is enough shared memory. Two blocks of the second GEMM, which end soon, share it."""
-    if gated:
-        return Tile(2 * BLOCK, rows, 3, 128) if rows <= 32 else Tile(2 * BLOCK, rows, 4, 64)
-    return Tile(BLOCK, rows, 3 if rows <= 16 else 2, 128) if rows <= 64 else Tile(BLOCK, rows, 4, 64)
+    columns, most = (2 * BLOCK, 32) if gated else (BLOCK, 16)  # rows up to which there are three stages
+    return Tile(columns, rows, 3 if rows <= most else 2, 128) if rows <= 64 else Tile(columns, rows, 4, 64)
 
 
 @dataclass(frozen=True)

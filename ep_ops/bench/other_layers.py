@@ -61,7 +61,7 @@ def deep_gemm(comm: Communicator, w_in: Tensor, in_scales: Tensor, w_out: Tensor
     """Return DeepGEMM's masked grouped GEMMs between dispatch and combine of a communicator, on padded rows."""
     import deep_gemm as library
 
-    form, gemm = "e4m3/128/fp32", library.m_grouped_fp8_gemm_nt_masked
+    form, gemm = "e4m3/128/fp32", library.fp8_m_grouped_gemm_nt_masked  # the name that all versions have
     experts, hidden, width = w_out.shape
 
     def layer(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

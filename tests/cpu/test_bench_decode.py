@@ -125,7 +125,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         tuned.append(tune_mode)
         yield
 
-    def m_grouped_fp8_gemm_nt_masked(
+    def fp8_m_grouped_gemm_nt_masked(
         a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], d: Tensor, masked_m: Tensor, expected_m: int
     ) -> None:
         codes, scales = a
@@ -146,7 +146,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         module(name)
     module("vllm.model_executor.layers.fused_moe", fused_experts=fused_experts)
     module("vllm.model_executor.layers.fused_moe.config", fp8_w8a8_moe_quant_config=dict)
-    module("deep_gemm", m_grouped_fp8_gemm_nt_masked=m_grouped_fp8_gemm_nt_masked)
+    module("deep_gemm", fp8_m_grouped_gemm_nt_masked=fp8_m_grouped_gemm_nt_masked)
     module("flashinfer", autotune=autotune, cute_dsl_fused_moe_bf16=cute_dsl_fused_moe_bf16)
     return tuned
 
