@@ -219,7 +219,8 @@ def measure(device: torch.device, args: argparse.Namespace) -> None:
     with Run(device, args, table, **facts, loads=[], results=[], begins=[]) as run:
         workloads = [Workload(args.tokens, args.hidden, experts, args.top_k) for experts, _ in args.shapes]
         comms = [run.communicator(workload, latency_max_tokens=0) for workload in workloads]
-        run.compile([], *comms)
+        for comm in comms:
+            comm.warmup()
         cases = [Case(comm, args, width) for comm, (_, width) in zip(comms, args.shapes, strict=True)]
         for paused, case in itertools.product((True, False), cases):
             with Load(run) as load:

@@ -34,8 +34,8 @@ def test_known_races_are_expected() -> None:
 def test_new_ones_are_not() -> None:
     (line,) = told(race(PULL, "Write", "0xf00", "Write"))
     assert line == f"race of Write, Write in {PULL} at 0xf00"
-    (line,) = told(*(race(PULL, "Write", at, "Read") for at in ("0xf00", "0xf10", "0xf20")))
-    assert line == f"race of Write, Read in {PULL} at 0xf00, 0xf10, 0xf20"
+    (line,) = told(*(race(PULL, "Write", at, "Read") for at in ("0xf00", "0xf10", "0xf20", "0xf30", "0xf40")))
+    assert line == f"race of Write, Read in {PULL} at 0xf00, 0xf10, 0xf20, 0xf30, 0xf40"
     (line,) = told(race("ep_publish_kernel_kernel_0", "Write", "0x10", "Read"))
     assert "ep_publish" in line
 
