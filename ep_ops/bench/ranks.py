@@ -33,7 +33,7 @@ TIMEOUT = 120.0
 
 
 def on_every_rank(measure: Measure, args: argparse.Namespace) -> int:
-    """Run `measure(device, args)`, a module-level function, on all ranks: torchrun's, or new processes of this host.
+    """Run `measure(device, args)`, which can be pickled, on all ranks: torchrun's, or new processes of this host.
     Returns the exit code."""
     if "LOCAL_RANK" in os.environ:
         _process(int(os.environ["LOCAL_RANK"]), None, args.ranks, measure, args)

@@ -5,9 +5,9 @@
     out = comm.combine(y, got.route, got.weights)
 
 Weights lie as in checkpoints: [El, N, K], with a scale for each block of 128 x 128. Codes are multiplied as they are,
-with fp32 sums. The first GEMM quantizes its result for the second one. As with :func:`few_rows_mlp`, a forward consists
-of two kernels that read the weights of the experts that have rows once, and the bits of a row depend neither on other
-rows nor on the sizes of the call. There is no gradient.
+and the sums of 128 products are added in fp32. The first GEMM quantizes its result for the second one. As with
+:func:`few_rows_mlp`, a forward consists of two kernels that read the weights of the experts that have rows once, and
+the bits of a row depend neither on other rows nor on the sizes of the call. There is no gradient.
 
 On GPUs that run the ``cute`` backend these are kernels. Otherwise PyTorch computes the same sums, slowly.
 """

@@ -30,7 +30,7 @@ LAYOUTS = {"flat": {}, "slots": {"slots": 40}, "unpadded": {"alignment": 1}, "ma
 
 
 VALUES = [*((DTYPES[0], *sizes) for sizes in SIZES), (DTYPES[1], *SIZES[0])]
-BOUNDS = (1, 7, 20, 40, 64, 100, 256)
+BOUNDS = (1, 7, 12, 20, 40, 80, 256)
 """Bounds on tokens that select all tiles."""
 TOP_K = 4
 LAYER_TOKENS = (0, 1, 7, 64, 256)

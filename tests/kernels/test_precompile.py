@@ -31,6 +31,18 @@ import json, precompile
 print(json.dumps({file: [len(find(ranks, 1)) for ranks in (1, 2)] for file, find in precompile.FINDS.items()}))
 """
 
+TILES = """
+import json
+from test_few_rows import E4M3, kernels
+
+depths = {"FewRows": 512, "FewRowsE4M3": E4M3[0][0] // 2}  # of the tests that compare tiles
+found = {name: set() for name in depths}
+for kernel in kernels(1):
+    if kernel.gated and kernel.experts == 5 and kernel.depth == depths[type(kernel).__name__]:
+        found[type(kernel).__name__].add(kernel.tile.rows)
+print(json.dumps({name: sorted(rows) for name, rows in found.items()}))
+"""
+
 SERVED = """
 import concurrent.futures, pathlib, sys
 import precompile
@@ -64,6 +76,16 @@ def test_kernels_of_every_file_of_gpu_tests_are_listed() -> None:
     assert all(any(counts) for counts in listed.values()), listed
     assert all(listed[file][0] > 0 for file in ("test_live_rows.py", "test_sums.py", "test_lists.py")), listed
     assert all(listed["test_few_rows.py"]), listed
+
+
+def test_bits_are_compared_on_all_tiles_for_few_rows() -> None:
+    """The bounds on tokens in test_few_rows.py select every number of rows of a tile."""
+    from cute_kernels.gemm.few_rows import ROWS
+
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join([str(GPU), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", TILES], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys(("FewRows", "FewRowsE4M3"), [*ROWS])
 
 
 def test_what_is_on_disk_is_not_compiled_again(tmp_path: Path) -> None:
