@@ -43,7 +43,8 @@ def on_every_rank(measure: Measure, args: argparse.Namespace) -> int:
 
 
 def _process(rank: int, store: str | None, world_size: int, measure: Measure, args: argparse.Namespace) -> None:
-    with process_group(rank, store, world_size, args.device, TIMEOUT, args.sharing > 1) as device:
+    sharing = {"sharing": True} if args.sharing > 1 else {}  # which earlier checkouts (by_turns.py) do not know
+    with process_group(rank, store, world_size, args.device, TIMEOUT, **sharing) as device:
         measure(device, args)
 
 

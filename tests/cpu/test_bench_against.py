@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -152,6 +154,20 @@ def test_rounds_of_two_checkouts_alternate(
     assert len(json.loads(out.read_text())["rounds"]) == 3
     with pytest.raises(SystemExit, match="allowed: a checkout"):
         by_turns.main(["--other", str(tmp_path / "none"), "latency"])
+
+
+def test_the_group_of_an_earlier_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`process_group` of checkouts that do not know `sharing`."""
+    started: list[Any] = []
+
+    @contextlib.contextmanager
+    def process_group(rank: int, store: str | None, world_size: int, kind: str, timeout: float) -> Iterator[str]:
+        yield kind
+
+    monkeypatch.setattr(ranks, "process_group", process_group)
+    args = argparse.Namespace(device="cpu", sharing=1)
+    ranks._process(0, None, 1, lambda device, _: started.append(device), args)
+    assert started == ["cpu"]
 
 
 def test_a_round_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
