@@ -42,6 +42,7 @@ NO_EFFECT_ON_CODE = frozenset(
 servers, which must find what `ep-ops compile` has compiled without them."""
 
 LOCK_SECONDS = 120.0  # how long a process waits for another one's compilation before it compiles the kernel itself
+LARGE_FRAME = 1 << 16  # in words: the chunk is the next power of two of bytes, so half of it is left
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 _compiling = threading.RLock()  # the DSL compiles one kernel at a time; nothing else waits for this lock
@@ -68,7 +69,20 @@ def compile_kernel(kernel: Any, arch: str, *, keep_ptx: bool = False) -> Any:
     # The DSL hands both over in files, whose names it cuts short: in a common folder kernels get each other's.
     with _compiling, tempfile.TemporaryDirectory() if keep_ptx else contextlib.nullcontext("") as folder:
         options += f" --keep-ptx --keep-cubin --dump-dir {folder}" if keep_ptx else ""
-        return cute.compile(kernel, *kernel.signature(), options=options)
+        return _above_large_frame(cute.compile, kernel, *kernel.signature(), options=options)
+
+
+def _above_large_frame(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Return what the function returns.
+
+    CPython keeps frames in chunks of 16 KiB. A deep program crosses the end of one again and again, and each time
+    memory is mapped and unmapped: 10 000 times for a kernel, which takes longer than anything else where the system is
+    slow at this, as in a sandbox. All frames above a large one share its chunk.
+    """
+    return function(*args, **kwargs)
+
+
+_above_large_frame.__code__ = _above_large_frame.__code__.replace(co_stacksize=LARGE_FRAME)
 
 
 def get(

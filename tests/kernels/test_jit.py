@@ -8,6 +8,7 @@ import hashlib
 import importlib.metadata
 import io
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -610,3 +611,23 @@ def test_a_file_system_without_locks(folder: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(jit, "fcntl", types.SimpleNamespace(flock=flock, LOCK_EX=2, LOCK_NB=4, LOCK_UN=8))
     assert callable(get()) and compiled == [SMALL] and len(objects(folder)) == 1
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="frames of Python 3.10 are not in chunks")
+def test_frames_of_the_compiler_share_a_chunk() -> None:
+    """Each end of a chunk that frames cross maps memory, which is then touched for the first time."""
+
+    def deep(frames: int) -> int:
+        return frames and deep(frames - 1)
+
+    def crossing() -> None:
+        for frames in range(300):
+            for _ in range(50):
+                deep(frames)
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    jit._above_large_frame(crossing)
+    within = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    crossing()
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    assert within - before < 1000 < after - within
