@@ -53,7 +53,7 @@ GATHERING = "up", "up weights", "gated up", "pairs up weights"
 """Steps whose rows may be gathered."""
 
 
-class Tile(NamedTuple):
+class GemmKnobs(NamedTuple):
     """Knobs of a GEMM."""
 
     tile: str = ""
@@ -138,7 +138,7 @@ class TuneGemms(Run):
         layout = TOKEN_MAJOR if name in GATHERING else GROUPED
         now = self.tuning.knobs(operation, layout, tokens=mean, sizes=sizes) if operation else None
         if now is not None and calls:
-            before = str(Tile(now.tile, now.gathers and name in GATHERING))
+            before = str(GemmKnobs(now.tile, now.gathers and name in GATHERING))
             best = min(calls, key=lambda choice: us[str(choice)])
             result |= {"before": before, "best": str(best)}
             if us[str(best)] < us.get(before, float("inf")) * (1 - self.args.gain) and not name.startswith("pairs"):
@@ -149,7 +149,7 @@ class TuneGemms(Run):
         self.say(" ".join(map(str, result.values())))
         self.save()
 
-    def chosen(self, operation: str, choice: Tile, call: Callable[[], Any]) -> Callable[[int], Any]:
+    def chosen(self, operation: str, choice: GemmKnobs, call: Callable[[], Any]) -> Callable[[int], Any]:
         """Return a call for which the table has this choice."""
         rows = [Row(operation, {knob: getattr(choice, knob) for knob in KNOBS[operation]})] if operation else []
 
@@ -166,12 +166,12 @@ class TuneGemms(Run):
             self.args.out.write_text(text_of_rows([*self.rows, *others]))
 
 
-def candidates(step: str, tiles: Sequence[str]) -> list[Tile]:
+def candidates(step: str, tiles: Sequence[str]) -> list[GemmKnobs]:
     """Return what is tried for a step."""
     if not STEPS[step]:
-        return [Tile()]
+        return [GemmKnobs()]
     gathers = (False, True) if step in GATHERING else (False,)
-    both = (Tile(*one) for one in itertools.product(tiles, gathers))
+    both = (GemmKnobs(*one) for one in itertools.product(tiles, gathers))
     # A GEMM that gathers cannot have clusters of several columns.
     return [one for one in both if not (one.gathers and "x2" in one.tile.partition(" ")[2])]
 

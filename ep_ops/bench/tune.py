@@ -66,7 +66,7 @@ CASES = (
 
 
 @dataclasses.dataclass
-class Found:
+class Change:
     """The choice for a number of tokens, next to the one before, and µs with each."""
 
     tuned: Tuned
@@ -149,11 +149,11 @@ def candidates(operation: str, tuned: Tuned, sms: int, least: int, most: int) ->
 # ---------------------------------------------------------------------- rows
 
 
-def new_rows(gpu: str, ranks: int, found: Iterable[tuple[str, Found]]) -> list[dict[str, Any]]:
+def new_rows(gpu: str, ranks: int, found: Iterable[tuple[str, Change]]) -> list[dict[str, Any]]:
     """Return rows that make these choices: for each operation and kind of rows, from the most tokens to the fewest, as
     the first row that holds counts. Knobs that no number of tokens changes are left out."""
     rows: list[dict[str, Any]] = []
-    groups: dict[tuple[str, str, str], list[Found]] = {}
+    groups: dict[tuple[str, str, str], list[Change]] = {}
     for operation, one in found:
         groups.setdefault((operation, one.tuned.rows, one.tuned.format), []).append(one)
     for (operation, layout, format), ones in groups.items():
@@ -209,7 +209,7 @@ class Tune(Run):
 
     def __init__(self, device: torch.device, args: argparse.Namespace) -> None:
         super().__init__(device, args, table, results=[])
-        self.tuned: list[tuple[str, Found]] = []
+        self.tuned: list[tuple[str, Change]] = []
 
     def everything(self) -> None:
         args = self.args
@@ -249,9 +249,9 @@ class Tune(Run):
         choice, us, before = search(start, tried, time, self.args.gain)
         backend.tune()
         comm.calls.forget()
-        self.add(operation, Found(tuned, tokens, start, choice, before, us))
+        self.add(operation, Change(tuned, tokens, start, choice, before, us))
 
-    def add(self, operation: str, one: Found) -> None:
+    def add(self, operation: str, one: Change) -> None:
         self.tuned.append((operation, one))
         self.found["results"].append(
             {

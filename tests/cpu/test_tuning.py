@@ -19,7 +19,7 @@ from ep_ops import backends, creation
 from ep_ops.backends.cute import tuning
 from ep_ops.backends.cute.tuning import KNOBS, TABLE, Knobs, Row, Tuning, count, row_of
 from ep_ops.bench import tune
-from ep_ops.bench.tune import CASES, Found
+from ep_ops.bench.tune import CASES, Change
 from ep_ops.commands.launch import process_group
 from ep_ops.config import Config
 from ep_ops.moe import MoECommunicator, MoECommunicatorConfig
@@ -250,8 +250,8 @@ def test_candidates_are_valid(tuned: tune.Tuned) -> None:
 # ---------------------------------------------------------------------- rows
 
 
-def found(tokens: int, choice: dict[str, Any], case: int = 0) -> Found:
-    return Found(CASES[case], tokens, {"sms": None, "push": 12}, {"sms": None, "push": 12} | choice, 2.0, 1.0)
+def found(tokens: int, choice: dict[str, Any], case: int = 0) -> Change:
+    return Change(CASES[case], tokens, {"sms": None, "push": 12}, {"sms": None, "push": 12} | choice, 2.0, 1.0)
 
 
 def test_rows_make_the_choices() -> None:
