@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 import torch
 from e4m3_experts import exact
+from ranks import run_ranks
 from torch import Tensor
 
+import ep_ops
 from ep_ops.bench import decode, other_layers
 from ep_ops.bench.ranks import _process
 from ep_ops.commands import cli
+from ep_ops.commands import decode as demo
 
 SMALL = "--device cpu --ranks 1 --tokens 1,3 --hidden 64 --width 32 --experts 8 --top-k 2 --replays 2 --calls 2"
 
@@ -69,6 +72,40 @@ def test_e4m3_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: p
     with pytest.raises(SystemExit):
         cli.main(["bench", "decode", *SMALL.split(), "--weights", "e4m3"])
     assert "--hidden is 64 and --width 32; allowed for e4m3: multiples of 128" in capsys.readouterr().err
+
+
+def test_floor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The floor is the time in which memory delivers the weights of the experts that tokens name, at the measured
+    speed: three matrices an expert, of 2 bytes a number, or of 1 byte."""
+    monkeypatch.setattr(decode, "has_triton", lambda device: True)
+    monkeypatch.setattr(decode, "read_speed", lambda timer: 0.25)
+    for options, bytes_of_expert in (("", 3 * 64 * 32 * 2), (E4M3, 3 * 128 * 128)):
+        for result in run_here(monkeypatch, tmp_path, f"{options} --only torch"):
+            assert result["floor_us"] == pytest.approx(result["named"] * bytes_of_expert / 0.25e6, rel=1e-3)
+
+
+def floor_of_demo() -> tuple[float, list[Tensor]]:
+    """Return the floor of the decode demo on a GPU that reads 1 MB/s, and the ids of this rank's tokens by layer."""
+    sizes = dict(num_experts=5, hidden_size=16, top_k=2, max_tokens_per_rank=2, dtype=torch.float32, device="cpu")
+    options: Any = types.SimpleNamespace(hidden_size=16, tokens=2)
+    with ep_ops.Communicator(**sizes) as comm, pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(demo, "memory_speed", lambda device: 1e6)
+        layers = [demo.DecodeLayer(comm, options, seed) for seed in range(3)]
+        x = torch.randn(2, 16, generator=torch.Generator().manual_seed(comm.rank))
+        floor, ids = demo._floor(comm, layers, x), []
+        for layer in layers:
+            ids.append(layer.moe.router(x)[0])
+            x = layer(x)
+    return floor, ids
+
+
+def test_floor_of_the_demo() -> None:
+    """The demo's floor counts the weights of all named experts of the rank with most of them."""
+    (floor, one), (other_floor, other) = run_ranks(2, floor_of_demo)
+    named = [{*first.flatten().tolist(), *second.flatten().tolist()} for first, second in zip(one, other, strict=True)]
+    on_rank = [sum(low <= expert < high for experts in named for expert in experts) for low, high in ((0, 3), (3, 5))]
+    assert 0 < min(on_rank) < max(on_rank) < 9
+    assert floor == other_floor == max(on_rank) * 3 * 16 * 12 * 4
 
 
 def test_quantized_weights() -> None:

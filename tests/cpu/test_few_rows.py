@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 from typing import Any
 
 import decode_cases
@@ -275,6 +276,7 @@ def test_what_auto_selects_on_gpus() -> None:
     """The kernels for few rows up to 64 rows an expert on average; PyTorch's GEMM for what kernels do not accept."""
     comm = Cute()
     assert choose(comm, "auto", 768) == Choice(TORCH, 512, False, 2)
+    assert choose(comm, "memory", 768) == Choice(TORCH, sys.maxsize, True, 2), "the ranks bound the rows of an expert"
     assert choose(comm, "auto", 768, "e4m3/row/fp32") == choose(comm, "auto", 764) == Choice(TORCH)
     comm.dtype = torch.float32
     assert choose(comm, "auto", 768) == Choice(TORCH)

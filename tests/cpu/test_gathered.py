@@ -159,6 +159,6 @@ def test_all_ranks_must_gather():
 def test_memory_is_planned():
     pytest.importorskip("cutlass", reason="the cute backend needs nvidia-cutlass-dsl")
     sizes = dict(world_size=4, num_experts=4, hidden_size=64, top_k=4, max_tokens_per_rank=8)
-    plan = ep_ops.memory_plan(**sizes, symmetric_rows=100)
-    assert plan["symmetric: rows to be gathered"] == 100 * 64 * 2
-    assert dict(plan) == {**ep_ops.memory_plan(**sizes), "symmetric: rows to be gathered": 12800}
+    for dtype, nbytes in ((torch.bfloat16, 12800), (torch.float32, 25600)):
+        plan = ep_ops.memory_plan(**sizes, dtype=dtype, symmetric_rows=100)
+        assert dict(plan) == {**ep_ops.memory_plan(**sizes, dtype=dtype), "symmetric: rows to be gathered": nbytes}

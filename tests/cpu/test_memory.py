@@ -30,10 +30,23 @@ def test_memory_plan() -> None:
     assert all(line.endswith("B") for line in str(plan).splitlines()) and len(str(plan).splitlines()) == len(plan)
     last = ep_ops.memory_plan(world_size=4, backend="reference", rank=3, capacity=32, **sizes)
     assert last["call: recv_x"] == 32 * 16
+    tokens = ep_ops.memory_plan(
+        world_size=4, backend="reference", layer={"intermediate_size": 8, "rows": "token_major"}, **sizes
+    )  # fmt: skip
+    assert tokens["call: recv_x"] == 4 * 4 * 16, "each token of all ranks once"
+    assert tokens["call: recv_weights"] == 4 * 4 * 2 * 4, "top_k for each of them"
     with pytest.raises(ValueError, match="top_k is 99"):
         ep_ops.memory_plan(world_size=4, backend="reference", **sizes | {"top_k": 99})
     with make(backend="reference") as comm:
         assert comm.memory_plan() == ep_ops.memory_plan(world_size=1, backend="reference", **sizes)
+
+
+def test_what_auto_stands_for_in_plans() -> None:
+    """Plans are those of the cute backend and of NVSHMEM, unless the configuration says otherwise."""
+    sizes = dict(num_experts=4, hidden_size=64, top_k=2, max_tokens_per_rank=16)
+    for wire, expected in (("auto", "nvshmem"), ("nvlink", "nvlink")):
+        found = planned(ep_ops.Config(**sizes, domain_size=2, wire=wire), 4)
+        assert (found.backend, found.wire, found.domains) == ("cute", expected, ((0, 1), (2, 3)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

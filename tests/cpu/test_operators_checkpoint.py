@@ -22,6 +22,30 @@ def test_every_operator_that_gradients_flow_through_is_listed():
     assert others == {*BACKWARD} | {f"{name}_{part}" for name in BACKWARD for part in ("start", "wait")}
 
 
+def test_hooks_of_a_program_stay_in_their_order():
+    """Operators look for the hooks of a checkpointed region behind those that the program has set inside of it."""
+    used = []
+
+    def hooks(name):
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: used.append(name) or tensor, lambda tensor: tensor
+        )
+
+    with toy.communicator() as comm:
+        x, idx, _ = toy.inputs(4, grad=True)
+
+        def region(x):
+            with hooks("outer"):
+                with hooks("inner"):
+                    rows = comm.dispatch(x, idx, zeros=True).x
+                    used.clear()
+                    rows = rows.sin()
+                return rows.sin()
+
+        checkpoint(region, x, use_reentrant=False).sum().backward()
+    assert used == ["inner", "outer"] and x.grad.any()
+
+
 def _step(selective, compiled):
     """(operators that ran, gradients), with checkpointing and without."""
     torch._dynamo.reset()

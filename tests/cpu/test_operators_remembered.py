@@ -332,6 +332,26 @@ def test_launches_are_bound_once(comm, monkeypatch):
 
 
 @torch.no_grad()
+def test_forgotten_calls_are_bound_anew(comm, monkeypatch):
+    """All of them, the latest one and those that were not used for long too: a choice that a launch was bound with may
+    have changed."""
+    monkeypatch.setattr(remembered, "MOST_CALLS", 4)
+    x, idx, _ = given()
+    for tokens in (1, 2, 3):
+        many(comm, x[:tokens], idx[:tokens])
+    bound: list[int] = []
+    bind = comm.backend.bind
+    monkeypatch.setattr(comm.backend, "bind", lambda spec, a: bound.append(a.topk_idx.shape[0]) or bind(spec, a))
+    for tokens in (3, 2, 3):
+        comm.dispatch(x[:tokens], idx[:tokens])
+    assert not bound, "they are remembered"
+    for tokens in (3, 2):
+        comm.calls.forget()
+        comm.dispatch(x[:tokens], idx[:tokens])
+    assert bound == [3, 2]
+
+
+@torch.no_grad()
 def test_a_destroyed_communicator_remembers_nothing(comm, monkeypatch):
     """Calls of a destroyed communicator run neither on its own backend nor on that of another one of its name."""
     args = given()

@@ -149,16 +149,56 @@ def test_save_pretrained(tmp_path: Path, powers: bool) -> None:
 @pytest.mark.parametrize(("change", "takes"), [
     ({}, True), ({"activation_scheme": "static"}, False), ({"block_size": (64, 128)}, False),
     ({"block_size": None}, False), ({"swiglu_alpha": 1.7}, False), ({"limit": 7.0}, False),
-    ({"act_fn": torch.nn.GELU()}, False), ({"has_gate": False}, False),
+    ({"act_fn": torch.nn.GELU()}, False), ({"has_gate": False}, False), ({"has_bias": True}, False),
+    ({"gate_softcap": 30.0}, False), ({"down_proj": torch.zeros(E, H, F, dtype=torch.int8)}, False),
+    ({"gate_up_proj": torch.zeros(E, F, H).to(torch.float8_e4m3fn)}, False),
+    ({"gate_up_proj": torch.zeros(E, 2 * F, H + 64).to(torch.float8_e4m3fn)}, False),
 ])  # fmt: skip
 def test_which_experts_take_codes(change: dict[str, Any], takes: bool) -> None:
     from ep_ops.integrations.local_experts import LocalExperts
 
     experts = fp8_model(weights_of(E, H, F, 1)).model.layers[0].mlp.experts
     for name, value in change.items():
-        setattr(experts, name, value)
+        given = torch.nn.Parameter(value, requires_grad=False) if isinstance(value, Tensor) else value
+        setattr(experts, name, given)
     for dtype, allowed in ((torch.bfloat16, takes), (torch.float32, False)):
         with ep_ops.Communicator(
             num_experts=E, hidden_size=H, top_k=K, max_tokens_per_rank=8, dtype=dtype, device="cpu"
         ) as comm:
             assert LocalExperts(experts, experts.forward, None).takes_codes(comm) == allowed
+
+
+def test_which_calls_take_codes_on_gpus() -> None:
+    """Calls take codes if tokens are so few that experts have at most 64 rows on average. On the reference backend none
+    does, because transformers' kernels run on GPUs."""
+    from ep_ops.integrations.local_experts import LocalExperts
+
+    experts = fp8_model(weights_of(E, H, F, 1)).model.layers[0].mlp.experts
+    local = LocalExperts(experts, experts.forward, None)
+    comm: Any = types.SimpleNamespace(  # of two ranks, as far as it is looked at
+        num_experts=E, top_k=K, world_size=2, hidden_size=H, dtype=torch.bfloat16, device=torch.device("cuda", 0),
+        backend=types.SimpleNamespace(name="cute"),
+    )  # fmt: skip
+    for tokens, takes in ((1, True), (64 * E // (2 * K), True), (64 * E // (2 * K) + 1, False)):
+        comm.max_tokens_per_rank = tokens
+        assert local.takes_codes(comm) == takes, tokens
+    comm.max_tokens_per_rank, comm.backend.name = 1, "reference"
+    assert not local.takes_codes(comm)
+
+
+def replaced(seed: int) -> None:
+    from ep_ops.integrations import transformers as integration
+
+    model = fp8_model(weights_of(E, H, F, seed))
+    integration.spread_experts(model, max_tokens_per_rank=32, timeout=20)
+    before = dict(model.named_parameters())
+    with pytest.raises(KeyError, match="no space"), integration._codes_as_bytes(model) as dtypes:
+        assert sorted(name.rpartition(".")[2] for name in dtypes) == ["down_proj", "gate_up_proj"]
+        assert all(model.get_parameter(name).dtype == torch.uint8 for name in dtypes)
+        raise KeyError("no space")
+    after = dict(model.named_parameters())
+    assert list(after) == list(before) and all(after[name] is p for name, p in before.items())
+
+
+def test_a_save_that_fails_leaves_the_model_as_it_was() -> None:
+    run_ranks(2, replaced, fresh_seed())

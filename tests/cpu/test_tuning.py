@@ -133,6 +133,10 @@ def test_knobs_as_numbers_of_blocks() -> None:
             {"operation": "dispatch", "surplus": 3, "tokens": 1},
             "surplus is given with tokens; allowed: only gpu and ranks",
         ),
+        (
+            {"operation": "dispatch", "surplus": 3, "rows": "grouped", "format": ""},
+            "surplus is given with rows, format; allowed: only gpu and ranks",
+        ),
     ],
 )
 def test_invalid_rows(row: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

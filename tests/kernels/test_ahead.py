@@ -115,10 +115,59 @@ def test_what_other_processes_cannot_compile(monkeypatch: pytest.MonkeyPatch, tm
         patch.setattr(sys, "frozen", True, raising=False)  # sys.executable is the program
         prepare.prepare_all(wanted, "sm_90a", 2)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "access", lambda *given: False)  # a folder that is read only
+        patch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # a folder that is read only
         prepare.prepare_all(wanted, "sm_90a", 2)
     monkeypatch.setenv("EP_OPS_CACHE_DIR", "")
     prepare.prepare_all(wanted, "sm_90a", 2)
+
+
+class Process:
+    """Stands for a process that compiles."""
+
+    started: list[Process] = []
+    interrupted = False
+
+    def __init__(self, command: list[str], stdin: Any, env: dict[str, str], **more: Any) -> None:
+        self.paths, self.given, self.env = pickle.load(stdin), pickle.load(stdin), env
+        self.waited_for = self.killed = False
+        self.started.append(self)
+
+    def wait(self) -> None:
+        if self.interrupted:
+            raise KeyboardInterrupt
+        self.waited_for = True
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def test_how_processes_are_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Processes see no GPU, share what is missing on disk, each rank in an order of its own, and are all waited for. An
+    interrupted program kills them."""
+    monkeypatch.setenv("EP_OPS_CACHE_DIR", str(tmp_path))
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setattr(jit, "prepared", lambda kernel, arch: kernel % 10 == 0)
+    monkeypatch.setattr(prepare.subprocess, "Popen", Process)
+    missing, orders = [kernel for kernel in range(100) if kernel % 10], []
+    for rank in (11, 12):
+        monkeypatch.setattr(os, "getpid", lambda rank=rank: rank)
+        monkeypatch.setattr(Process, "started", [])
+        prepare.prepare_all(range(100), "sm_90a", 4)
+        processes = Process.started
+        assert len(processes) == 4 and all(process.waited_for for process in processes)
+        kernels = [process.given[0] for process in processes]
+        assert sorted(kernel for some in kernels for kernel in some) == missing and max(map(len, kernels)) == 23
+        assert {process.given[1:] for process in processes} == {("sm_90a", rank)}
+        for process in processes:
+            assert process.env == os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+            assert process.paths[-1] == str(Path(jit.__file__).parents[1])
+        orders.append(kernels)
+    assert orders[0] != orders[1]
+    monkeypatch.setattr(Process, "interrupted", True)
+    with pytest.raises(KeyboardInterrupt):
+        prepare.prepare_all(range(100), "sm_90a", 4)
+    assert all(process.killed for process in Process.started) and len(Process.started) == 8
 
 
 def test_processes_end_with_the_program(monkeypatch: pytest.MonkeyPatch) -> None:

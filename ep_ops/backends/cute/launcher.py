@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,9 +74,8 @@ class Launcher:
             self._launches[key] = found
         return found
 
-    def compile(self, kernels: Iterable[Kernel], processes: int) -> None:
+    def compile(self, kernels: Sequence[Kernel], processes: int) -> None:
         """Compile kernels, in at most so many processes, and load them, so that `get` does not have to."""
-        kernels = list(kernels)
         prepare_all(kernels, self._arch, processes)
         for kernel in kernels:
             self._compiled(kernel)
