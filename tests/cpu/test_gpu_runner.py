@@ -75,6 +75,23 @@ def test_interrupts_the_run():
 def test_not_run(): pass
 """
 
+HANGS = """
+import os, threading, time
+
+import torch.distributed as dist
+
+def never():
+    print("what a test writes is captured")
+    time.sleep(600)
+
+def test_one_rank_hangs():
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    dist.init_process_group("gloo")
+    if os.environ["RANK"] == "1":
+        never()
+    dist.barrier()
+"""
+
 TOOL = """
 import os, subprocess, sys, time
 
@@ -144,6 +161,24 @@ def test_what_a_tool_reports_at_the_end_is_waited_for(tmp_path: Path) -> None:
     assert len(logs) == 2, said
     for log in logs:
         assert [*sanitize.unexpected(log.read_text())] == ["Invalid __global__ read of size 4 bytes"]
+
+
+def test_where_each_rank_was_is_told(tmp_path: Path) -> None:
+    """Ranks that are ended because there is no news from them say where they were, although pytest captures what they
+    write and another program runs them."""
+    (tmp_path / "test_hangs.py").write_text(HANGS)
+    (tmp_path / "tool.py").write_text(TOOL)
+    under = f"{sys.executable} {tmp_path}/tool.py {tmp_path}/found-%p.txt"
+    code, found, said = run(tmp_path, "--ranks", "2", "--patience", "4", "--under", under)
+    (test,) = found["stages"][0]["tests"]
+    assert code == 1 and test["outcome"] == "failed" and "no news for 4 s" in test["text"], said
+    places = [line for line in test["text"].splitlines() if " was in " in line]
+    assert len(places) == 2, said
+    line = 1 + HANGS.splitlines().index("    time.sleep(600)")
+    assert places[1].startswith(f"-- rank 1 was in never (test_hangs.py:{line}) < test_one_rank_hangs (test_hangs.py:")
+    assert places[0].startswith("-- rank 0 was in ") and "barrier (" in places[0], places[0]
+    assert all(place.count("test_one_rank_hangs") == 1 and "_pytest" not in place for place in places)
+    assert places[0] in (tmp_path / "out.txt").read_text()
 
 
 def test_processes_that_run_no_test_say_why(tmp_path: Path) -> None:

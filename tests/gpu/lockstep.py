@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import faulthandler
 import functools
 import json
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import stacks
 import torch
 import torch.distributed as dist
 
@@ -150,7 +149,7 @@ class Lockstep:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.say(collected=[item.nodeid for item in session.items])
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        stacks.write_at_signal(FOLDER / f"{GROUP}-{RANK}.stacks")
         if torch.cuda.is_available():
             measure(self.spent)
             if RANK == 0:

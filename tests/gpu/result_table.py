@@ -53,7 +53,7 @@ def table(found: dict[str, Any], slowest: int = 12) -> list[str]:
                 lines.append(f"{stage['name']}: {test['call']:6.1f} s {test['test'].split('tests/gpu/')[-1]}")
     for stage in stages:
         lines += [
-            f"FAILED on {stage['name']}: {test['test']}\n{test.get('text', '')[-700:]}"
+            f"FAILED on {stage['name']}: {test['test']}\n{test.get('text', '')[-1500:]}"
             for test in stage["tests"] if test["outcome"] == "failed"
         ]  # fmt: skip
     return lines

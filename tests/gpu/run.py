@@ -38,6 +38,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 
+import stacks  # noqa: E402
 from mps import Mps  # noqa: E402
 from result_table import table  # noqa: E402
 
@@ -225,11 +226,12 @@ class Group:
 
     def replace(self, why: str, ranks: Sequence[int]) -> None:
         """End all processes, note the tests of these ranks, and start others for those behind."""
-        for process in self.processes:
-            if process.poll() is None:
+        running = [rank for rank, process in enumerate(self.processes) if process.poll() is None]
+        for sent, seconds in ((stacks.SIGNAL, 1.0), (signal.SIGKILL, 0.0)):
+            for rank in running:  # a rank that another program runs is in its group
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGUSR1)  # writes where each thread is
-        time.sleep(1.0)
+                    os.killpg(self.processes[rank].pid, sent)
+            time.sleep(seconds)
         self.kill()
         tests = sorted({self.current[rank] for rank in ranks if rank in self.current})
         for test in [*self.begun]:
@@ -238,6 +240,8 @@ class Group:
                     known.pop(test, None)  # once more: another test has ended the process
         tail = "\n".join(f"-- rank {rank}\n{log.read_text(errors='replace')[-1500:]}" for rank, log in
                          [*enumerate(self.logs)][:4])  # fmt: skip
+        for rank in running[:4]:
+            tail += f"\n-- rank {rank} was in {stacks.place(self.run.folder / f'{self.label}-{rank}.stacks')}"
         for test in tests:
             known = self.stage.tests.setdefault(test, {"group": self.number})
             known |= {"outcome": "failed", "text": known.get("text", "") + f"\n{why}\n{tail}"}
