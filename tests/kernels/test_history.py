@@ -11,9 +11,10 @@ import torch
 
 from cute_kernels import marks
 from cute_kernels.heap import BEGUN, EPOCH, GAVE_UP, MET, NOTE_WORDS, NOTES, WAIT_BITS, WAIT_UNIT, Heap, Problem
-from cute_kernels.sync import FAILED_BY_PEER
+from cute_kernels.sync import FAILED_BY_PEER, FLAGS, MISMATCH, PEER_FAILED, TIMEOUT
 from ep_ops.backends.cute import history, watch
 from ep_ops.backends.cute.failures import Failures
+from ep_ops.backends.cute.report import Report
 
 
 def noted(*operations: tuple[int, str, int, int, int]) -> bytes:
@@ -89,6 +90,44 @@ def test_what_people_read() -> None:
     assert history.describe(0, []) == "rank 0, last first: nothing"
 
 
+def test_the_operation_that_failed_is_listed() -> None:
+    """The line lists it once, as far back as the log reaches, although others were launched behind it; not if the rank
+    has not begun it."""
+    second = 10**9
+    found = history.operations(noted(*((number, "dispatch", number * second, 0, 0) for number in range(73, 89))))
+    for failed, listed in (
+        (88, [88, 87, 86]), (86, [88, 87, 86]), (85, [88, 87, 86, 85]), (73, [88, 87, 86, 73]), (72, [88, 87, 86]),
+        (89, [88, 87, 86]), (None, [88, 87, 86]),
+    ):  # fmt: skip
+        line = history.describe(3, found, failed)
+        parts = line.removeprefix("rank 3, last first: ").replace("...; ", "").split("; ")
+        assert [int(part.split(" ep::dispatch ")[0]) for part in parts] == listed, line
+        assert line.count("...; ") == len(listed) - 3, line
+
+
+@pytest.mark.parametrize("reason", [TIMEOUT, MISMATCH, PEER_FAILED])
+def test_a_failure_lists_its_operation_on_all_ranks_concerned(reason: int) -> None:
+    """The number of the operation comes from the record of the failed wait, for whatever reason it failed. Rank 2 has
+    not begun it, and rank 1 raised the alarm."""
+    made: Any = object.__new__(Failures)
+    made._config, made.broken = SimpleNamespace(name="x", timeout=8.0), None
+    made.report = report = object.__new__(Report)
+    alarm, shift = 0, 0
+    for part, bits in zip((TIMEOUT, FLAGS.index("route"), 1, 2, 0), marks.ALARM_BITS, strict=True):
+        alarm, shift = alarm | part << shift, shift + bits
+    report._timeout, report._heard, report._now = 8.0, lambda epoch: (alarm, (0, 0, 0)), lambda: 89
+    mark = marks.make(73, marks.pack("dispatch", 64))
+    report._words = [1, reason, FLAGS.index("route"), 0, 2, 0, mark, 0] + [0] * 56  # type: ignore[assignment]
+    made.last_operations = lambda rank: history.operations(
+        noted(*((number, "dispatch", number * 10**9, 0, 0) for number in range(73 + (rank == 2), 88)))
+    )
+    lines = made._failed().split("\n")[1:]
+    assert [line[:7] for line in lines] == [
+        f"rank {rank}," for rank in ((0, 1, 2) if reason == PEER_FAILED else (0, 2))
+    ]
+    assert ["...; 73 ep::dispatch" in line for line in lines] == [line[:7] != "rank 2," for line in lines]
+
+
 def begun(*numbers: int) -> bytes:
     """The marks with which ranks have begun operations of a bank; with 0, none yet."""
     return struct.pack(f"<{len(numbers)}q", *(number << marks.SHIFT | marks.pack("plan", 8) for number in numbers))
@@ -125,7 +164,7 @@ def test_a_failure_is_told_though_notes_cannot_be_read() -> None:
     made: Any = object.__new__(Failures)
     made._config = SimpleNamespace(name="x")
     made.report = SimpleNamespace(
-        failed=lambda: "waited 2 s for rank 1", concerned=lambda: (0, 1), timed_out=lambda: False
+        failed=lambda: "waited 2 s for rank 1", concerned=lambda: (0, 1), timed_out=lambda: False, failed_in=lambda: 5
     )
     made.last_operations = lambda rank: history.operations(noted((rank + 5, "combine", 10**9, 0, 0)))
     first, *lines = made._failed().split("\n")
@@ -154,7 +193,9 @@ def test_a_rank_that_waits_in_another_communicator(monkeypatch: pytest.MonkeyPat
         one._config, one.members = SimpleNamespace(name=name, timeout=8.0), members
         one.last_operations = lambda rank: []
     one, other, _ = made
-    one.report = SimpleNamespace(failed=lambda: "waited", concerned=lambda: (0, 1), timed_out=lambda: False)
+    one.report = SimpleNamespace(
+        failed=lambda: "waited", concerned=lambda: (0, 1), timed_out=lambda: False, failed_in=lambda: 5
+    )
     monkeypatch.setattr(watch, "_watched", set(made))
     second, asked = 10**9, []
 

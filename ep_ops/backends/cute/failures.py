@@ -230,13 +230,14 @@ class Failures:
 
     def _noted(self) -> str:
         """Return lines about the latest operations of the ranks involved, as far as their memory can be read."""
-        lines = ""
+        lines, failed = "", None
         ranks: Sequence[int] = ()
         with contextlib.suppress(RuntimeError):  # a graph is being captured, or the device is lost
             ranks = () if self.broken else self.report.concerned()
+            failed = self.report.failed_in()
         for rank in ranks:
             with contextlib.suppress(RuntimeError):  # or that rank's memory is not mapped
-                lines += f"\n{history.describe(rank, self.last_operations(rank))}"
+                lines += f"\n{history.describe(rank, self.last_operations(rank), failed)}"
             lines += self._elsewhere(rank)
         return lines
 

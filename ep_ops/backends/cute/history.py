@@ -62,9 +62,12 @@ def seconds(waits: bytes) -> list[float]:
     return [(word << WAIT_UNIT) * 1e-9 for (word,) in struct.iter_unpack("<q", waits)]
 
 
-def describe(rank: int, noted: Iterable[Operation]) -> str:
-    """Return a line that describes the latest operations of a rank."""
-    lines = [_of_one(operation) for operation in list(noted)[:LISTED_OPERATIONS]]
+def describe(rank: int, noted: Iterable[Operation], failed: int | None = None) -> str:
+    """Return a line that describes the latest operations of a rank, and operation ``failed`` if the log has it: other
+    operations may have been launched behind it before the host saw that it had failed."""
+    listed = list(noted)
+    lines = [_of_one(operation) for operation in listed[:LISTED_OPERATIONS]]
+    lines += [f"...; {_of_one(operation)}" for operation in listed[LISTED_OPERATIONS:] if operation.number == failed]
     return f"rank {rank}, last first: {'; '.join(lines) or 'nothing'}"
 
 

@@ -90,6 +90,12 @@ class Report:
         record = self._record(_FAILED)
         return record.done != 0 and record.reason == sync.TIMEOUT
 
+    def failed_in(self) -> int | None:
+        """Return the operation whose wait failed, or None."""
+        if self._words[_FAILED] == 0:
+            return None
+        return self._unpack(self._record(_FAILED).mark)[0]
+
     def concerned(self) -> tuple[int, ...]:
         """Return the ranks that are involved in the failed wait."""
         record = self._record(_FAILED)
