@@ -114,7 +114,16 @@ def clip_grad_norm_(model: nn.Module | Iterable[Tensor], max_norm: float) -> Ten
 
     Returns:
         The norm before scaling, [].
+
+    Raises:
+        ValueError: a module with experts, on several ranks, has parameters that differ between ranks and are no
+            DTensors (``model`` is a module).
     """
+    if isinstance(model, nn.Module) and (named := ordinary_experts(model)):
+        raise ValueError(
+            f"model has ordinary tensors of which each rank holds different experts, {', '.join(named)}, so that ranks"
+            " would get different norms; allowed: DTensors, which ep_ops.nn.ExpertModule.from_local makes"
+        )
     parameters = list(model.parameters() if isinstance(model, nn.Module) else model)
     kinds: dict[Any, list[Tensor]] = {}  # by mesh
     for p in parameters:
@@ -128,6 +137,14 @@ def clip_grad_norm_(model: nn.Module | Iterable[Tensor], max_norm: float) -> Ten
     for held in kinds.values():
         torch.nn.utils.clip_grads_with_norm_(held, max_norm, total)
     return total
+
+
+def ordinary_experts(model: nn.Module) -> list[str]:
+    """Return the names of the experts' parameters that are trained, differ between ranks and are no DTensors."""
+    spread = (layer for _, layer in expert_layers(model) if getattr(getattr(layer, "comm", None), "world_size", 1) > 1)
+    experts = {id(p) for layer in spread for p in layer.expert_parameters()}  # type: ignore[operator]
+    named = ((name, p) for name, p in model.named_parameters() if id(p) in experts)
+    return [name for name, p in named if p.requires_grad and not isinstance(p, DTensor)]
 
 
 def dropped_rows(model: nn.Module, group: dist.ProcessGroup | None = None) -> Tensor:

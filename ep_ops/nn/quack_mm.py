@@ -16,6 +16,7 @@ The epilogues read and write gate and up of a column side by side, as pairs. qua
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -245,36 +246,42 @@ def _config(tile: str, device: torch.device) -> Any:
     """Return quack's record of a configuration, None for its own choice."""
     if not tile:
         return None
-    from quack.gemm_config import GemmConfig
-
     from ep_ops.backends.cute.tuning import TILE
 
     found = TILE.fullmatch(tile)
     assert found is not None
     *numbers, pingpong = found.groups()
     m, n, cluster_m, cluster_n = map(int, numbers)
-    return GemmConfig(
+    return _module("gemm_config").GemmConfig(
         tile_m=m, tile_n=n, cluster_m=cluster_m, cluster_n=cluster_n, pingpong=pingpong is not None,
         is_dynamic_persistent=False, device_capacity=torch.cuda.get_device_capability(device)[0],
     )  # fmt: skip
 
 
-# quack is not imported before it is needed: the import takes a second, and changes the CuTe DSL.
+def _module(name: str) -> Any:
+    """Import a module of quack, which takes a second and changes the CuTe DSL, so not before it is needed.
+
+    Raises:
+        ModuleNotFoundError: quack-kernels is not installed.
+    """
+    try:
+        return importlib.import_module(f"quack.{name}")
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] != "quack":
+            raise
+        text = "quack's GEMMs need quack-kernels, which is not installed: pip install quack-kernels==0.6.5"
+        raise ModuleNotFoundError(text, name=error.name) from error
 
 
 def gemm(a: Tensor, b: Tensor, out: Tensor, tile: str, concat: tuple[str, ...] | None = None, **how: Any) -> None:
     """Write the result of quack's GEMM."""
-    from quack.gemm_interface import gemm_tuned
-
-    config = _config(tile, a.device)
-    gemm_tuned.fn(a, b, out, config=config, dynamic_scheduler=True, concat_layout=concat, **how)
+    run = _module("gemm_interface").gemm_tuned.fn
+    run(a, b, out, config=_config(tile, a.device), dynamic_scheduler=True, concat_layout=concat, **how)
 
 
 def gated(x: Tensor, w: Tensor, h: Tensor, a: Tensor, tile: str, **how: Any) -> None:
     """Write the result of quack's GEMM into h, and SwiGLU of it into a."""
-    from quack.gemm_interface import gemm_act
-
-    gemm_act(
+    _module("gemm_interface").gemm_act(
         x, w, activation="swiglu", preact_out=h, postact_out=a, dynamic_scheduler=True, tuned=False,
         config=_config(tile, x.device), concat_layout=("B",), **how,
     )  # fmt: skip
@@ -284,9 +291,7 @@ def gated_gradient(
     grad: Tensor, b: Tensor, h: Tensor, weights: Tensor, grad_h: Tensor, a: Tensor, tile: str, **how: Any
 ) -> Tensor:  # fmt: skip
     """Write the gradient of h and weighted SwiGLU of h, and return the gradient of the weights."""
-    from quack.gemm_interface import gemm_dact
-
-    return gemm_dact(  # type: ignore[no-any-return]
+    return _module("gemm_interface").gemm_dact(  # type: ignore[no-any-return]
         grad, b, h, activation="swiglu", dx_out=grad_h, postact_out=a, colvec_scale=weights, colvec_reduce=True,
         dynamic_scheduler=True, tuned=False, config=_config(tile, grad.device), **how,
     )[2]  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -219,6 +221,29 @@ def test_quacks_gemms(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> N
             product(rows, torch.ones(0, H, 23, dtype=torch.bfloat16), offs)
     with pytest.raises(ValueError, match=r"w has shape \(2, 32, 24\); allowed: \[0, 32, N\]"):
         quack.grouped_mm(rows, torch.ones(2, H, F, dtype=torch.bfloat16), offs)
+
+
+@pytest.mark.parametrize("found", [None, types.ModuleType("quack")], ids=["nothing", "another package"])
+def test_quack_is_not_installed(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers and GEMMs name the package that quack's GEMMs need, also if another one has its name."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "quack"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "quack", found)
+    error = pytest.raises(ModuleNotFoundError, match="need quack-kernels, .*: pip install quack-kernels==0.6.5$")
+    x = torch.ones(8, H, dtype=torch.bfloat16)
+    w, offs = torch.ones(1, H, H, dtype=torch.bfloat16), torch.tensor([8], dtype=torch.int32)
+    with communicator(torch.bfloat16) as comm:
+        for rows in ("grouped", "token_major"):
+            with error:
+                MoELayer(comm, F, gemms="quack", rows=rows)(x)
+    for product in (quack.grouped_mm, torch.compile(quack.grouped_mm, backend="eager")):
+        with error:
+            product(x, w, offs)
+    with error:
+        quack.weights_gradient(x, x, offs)
+    for step, count in ((quack_mm.gated, 4), (quack_mm.gated_gradient, 6)):
+        with error:
+            step(*[x] * count, "")
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])

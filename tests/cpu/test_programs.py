@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ep_ops
-from ep_ops.nn import ExpertModule, MoELayer, expert_parameters, keep_experts_apart
+from ep_ops.nn import ExpertModule, MoELayer, clip_grad_norm_, expert_parameters, keep_experts_apart
 
 DOCS = Path(ep_ops.__file__).parent.parent / "docs"
 
@@ -140,6 +140,8 @@ def make_mistakes() -> None:
         (TypeError, "", lambda: backward(sharded(keep_experts_apart(create(), ranks), ignore=False))),
         (ValueError, "an ordinary tensor of which", lambda: backward(
             sharded(keep_experts_apart(of(**plain), ranks), ignore=False))),
+        (ValueError, "model has ordinary tensors .* experts, 1.w, 1.bias, so", lambda: clip_grad_norm_(
+            DistributedDataParallel(keep_experts_apart(of(**plain), ranks)).module, 1.0)),
         (ValueError, "expert_names of Changed contains 'v'", lambda: keep_experts_apart(
             of(expert_names=("w", "v")), ranks)),
         (TypeError, "the parameter is a DTensor", lambda: create().load_state_dict(tensors)),
@@ -149,6 +151,12 @@ def make_mistakes() -> None:
     for error, text, mistake in mistakes:
         with pytest.raises(error, match=text):
             mistake()
+
+    frozen = keep_experts_apart(of(**plain), ranks)
+    for p in expert_parameters(frozen):
+        p.requires_grad_(False)
+    backward(frozen)
+    assert clip_grad_norm_(frozen, 1.0) > 0
 
     whole = of(local_weight=lambda self, name: getattr(self, name).to_local())
     names["MyExperts"] = own
