@@ -98,8 +98,7 @@ def token_major_rows(
     dropped = received.dropped + lists.dropped
     if comm.overflowed is not None:
         comm.overflowed.add(lists.dropped)
-    needs = torch.is_grad_enabled() and any(t.requires_grad for t in (received.x, weights, w_in, w_out))
-    if not needs and chosen.runs_few_rows(received, w_in, w_out):
+    if chosen._replace(gradients=False).runs_few_rows(received, w_in, w_out):
         segments = Segments(lists.offs, lists.counts, lists.alignment)
         share = route.max_tokens, local_idx.shape[1], chosen.ranks
         y = few_rows(copy_rows(received.x, lists.rows, lists.offs), w_in, w_out, segments, *share)
@@ -180,7 +179,6 @@ class _TokenMajor(torch.autograd.Function):
         gathered = kept.gemms.gathered_gradient if gated is None else gated.weights_gradient
         recv_x = _dispatched(given, route, kept, grad) if how.rows.redispatch else given
         rows, flat = _AFTER(rows, grad), _AFTER(flat, grad)
-        grad = grad.contiguous()
         grad_y = copy_rows(grad, rows, offs)  # in padding of the row that precedes it, whose weight is 0
         of_places = torch.nn.functional.pad(weights.flatten(), (0, 1))[flat]
         if gated is not None:

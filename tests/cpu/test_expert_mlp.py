@@ -7,12 +7,15 @@ import re
 import sys
 import types
 from typing import Any
+from unittest import mock
 
 import pytest
 import quacks
 import torch
+from functorch.compile import make_boxed_func
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -301,6 +304,41 @@ def test_quacks_gemms_with_swiglu(backend: str | None, monkeypatch: pytest.Monke
             assert all(torch.equal(one, other[name]) for name, one in results[0].items())
 
 
+@pytest.mark.parametrize("rows", ["grouped", "token_major"])
+def test_tensors_of_a_start_are_those_of_its_wait(rows: str) -> None:
+    """Compiled graphs keep all tensors of the start until the wait, to which they are passed as well."""
+    graphs = []
+
+    def kept(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    with communicator(torch.bfloat16) as comm:
+        backend: Any = aot_autograd(fw_compiler=kept, bw_compiler=kept)
+        trained(comm, LATE, 7, backend=backend, rows=rows)
+    *_, backward = graphs
+    calls = {str(node.target).split(".")[1]: node for node in backward.graph.nodes if "ep." in str(node.target)}
+    given = calls[START].all_input_nodes
+    assert len(given) == 7 and set(given) <= set(calls[WAIT].all_input_nodes)
+
+
+@pytest.mark.parametrize("gemms", [TORCH, LATE])
+def test_no_gradient_of_routing_weights_that_need_none(gemms: Gemms) -> None:
+    """Backward computes the products of rows and gradients, for which rows are kept, only if weights need them."""
+    found = []
+    with communicator(torch.float32) as comm:
+        bind = comm.backend.bind
+
+        def noted(spec: Any, a: Any) -> Any:
+            found.append(spec)
+            return bind(spec, a)
+
+        with mock.patch.object(comm.backend, "bind", noted):
+            for frozen in (("router.weights",), ()):
+                trained(comm, gemms, 7, frozen=frozen)
+    assert [spec.products for spec in found if spec.kind == "combine_backward"] == [False, True]
+
+
 def test_what_raises() -> None:
     """Second derivatives; and a product between start and wait, after which the communicator goes on."""
 
@@ -310,6 +348,16 @@ def test_what_raises() -> None:
     with communicator(torch.bfloat16) as comm:
         with pytest.raises(KeyError, match="no memory"):
             trained(comm, LATE._replace(weights_gradient=broken), 7)
+        with pytest.raises(KeyError, match="no memory"), mock.patch.object(comm.backend, "reject") as told:
+            product = TORCH._replace(product=broken)
+            given = torch.randn(3, H).bfloat16(), *FixedRouter(0)(torch.empty(3))[:2]
+            weights = torch.zeros(E, H, 2 * F).bfloat16(), torch.zeros(E, F, H).bfloat16()
+            expert_mlp(comm, *given, *weights, gemms=product, max_tokens=5)
+        told.assert_called_once_with("combine", "KeyError: 'no memory'", 0, 5)  # as other ranks call it
+        for exact, operator in ((False, "dispatch"), (True, "dispatch_dynamic")):
+            with pytest.raises(ValueError, match="gemms is"), mock.patch.object(comm.backend, "reject") as told:
+                expert_mlp(comm, *given, *weights, gemms="fast", exact=exact)
+            told.assert_called_once_with(operator, mock.ANY, 0, TOKENS)
         router, draw = FixedRouter(0), functools.partial(torch.randn, dtype=torch.bfloat16)
         x, w_in, w_out = (leaf.requires_grad_() for leaf in (draw(7, H), draw(E, H, 2 * F), draw(E, F, H)))
         ids, weights, _ = router(x)

@@ -4,6 +4,7 @@ what backward keeps, eager and compiled."""
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -27,6 +28,7 @@ import ep_ops
 from ep_ops.backends.cute.tuning import Row
 from ep_ops.nn import TORCH, Computed, Experts, MoELayer, expert_mlp, interleave, keep_experts_apart, quack_mm
 from ep_ops.nn.live_rows import SWIGLU_WEIGHTED_BACKWARD
+from ep_ops.nn.token_major import How, Rows, _lists
 from ep_ops.operators import SAVE_FOR_CHECKPOINT
 
 LATE = TORCH._replace(late=True)
@@ -460,14 +462,40 @@ def test_rejections() -> None:
                 made(**options)
 
 
+@pytest.mark.parametrize("held", range(5))
+@pytest.mark.parametrize("rows", [0, 6])
+def test_places_without_a_bound(rows: int, held: int) -> None:
+    """There is room for all that distinct ids of the rows can name, in lists padded to a multiple of 4, and no more."""
+    comm: Any = types.SimpleNamespace(num_local_experts=held, alignment=4)
+    ids = torch.full((rows, 3), -1, dtype=torch.int32)
+    named = min(held, 3)
+    ids[:, :named] = torch.arange(named)
+    lists = _lists(ids, comm, How(Rows("token_major")))
+    most = -(-rows // 4) * 4 * held if held < 3 else (rows * 3 + min(held, rows * 3) * 3) // 4 * 4
+    assert lists.rows.shape[0] <= max(most, 4) and not lists.dropped.any()
+    assert lists.counts.tolist() == [rows] * named + [0] * (held - named)
+
+
 def test_drops_are_reported() -> None:
-    """Places that do not suffice count like rows that do not fit."""
+    """Places that do not suffice count like rows that do not fit, and once in a region that runs again in backward."""
     with toy.communicator(overflow="raise") as comm:
-        x, idx, weights = toy.inputs(9)
+        x, idx, weights = toy.inputs(9, grad=True)
         experts = Experts(comm, 8, rows="token_major", places=4)
         done: Computed = experts(x, idx, weights, return_dropped=True)
-        assert int(done.dropped.sum()) > 0 and torch.equal(done.dropped, experts.dropped)
-        with pytest.raises(ValueError, match=rf"dropped {int(done.dropped.sum())} rows since the last check"):
+        lost = int(done.dropped.sum())
+        assert lost > 0 and torch.equal(done.dropped, experts.dropped)
+        with pytest.raises(ValueError, match=rf"dropped {lost} rows since the last check"):
+            comm.check_errors()
+        for reentrant in (False, True):
+            experts.dropped.zero_()
+
+            def region(x: Tensor) -> Tensor:
+                return experts(x, idx, weights).sin()  # type: ignore[no-any-return]
+
+            checkpoint(region, x, use_reentrant=reentrant).sum().backward()
+            assert torch.equal(done.dropped, experts.dropped), reentrant
+            with pytest.raises(ValueError, match=rf"dropped {lost} rows since the last check"):
+                comm.check_errors()
             comm.check_errors()
 
 
@@ -482,6 +510,17 @@ def test_kernels_for_few_rows() -> None:
         one, two = (trained(layer, x, layer) for layer in layers)
         for name, value in one.items():
             assert float((value.double() - two[name].double()).norm()) <= 2e-2 * float(value.double().norm()), name
+        # The routing weights alone have a gradient.
+        idx, weights = torch.rand(9, E).argsort(1)[:, :K].int(), torch.rand(9, K).requires_grad_()
+        matrices = torch.randn(E, H, 2 * F).bfloat16(), torch.randn(E, F, H).bfloat16()
+        one, two = (
+            torch.autograd.grad(
+                expert_mlp(comm, x, idx, weights, *matrices, gemms=gemms, rows="token_major").out.float().sin().sum(),
+                weights,
+            )[0]
+            for gemms in ("memory", "torch")
+        )
+        assert torch.equal(one, two) and one.all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
