@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -17,10 +18,13 @@ def counted(run: Callable[[], Any]) -> tuple[int, int]:
         python += event == "call"
         c += event == "c_call"
 
-    before = sys.getprofile()
+    before, collects = sys.getprofile(), gc.isenabled()
+    gc.disable()  # a collection may call functions of objects that others have left
     sys.setprofile(note)
     try:
         run()
     finally:
         sys.setprofile(before)
+        if collects:
+            gc.enable()
     return python - 1, c - 1  # without run, and without the setprofile that ends it

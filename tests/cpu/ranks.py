@@ -35,7 +35,7 @@ from typing import Any
 
 from forks import forks
 
-GRACE = 10.0  # seconds that the other ranks get once one rank has raised
+GRACE = 60.0  # seconds that the other ranks get once one rank has raised
 
 
 class RemoteTraceback(Exception):
@@ -124,7 +124,7 @@ class _Pool:
         try:
             failed, value, text = pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionError):
-            self.workers[rank].join(1.0)
+            self.workers[rank].join(GRACE)
             return RuntimeError(f"rank {rank} died with exit code {self.workers[rank].exitcode}")
         if failed:
             value.__cause__ = RemoteTraceback(f"rank {rank} of {self.world_size}:\n{text}")
@@ -191,7 +191,7 @@ def _call(job: bytes, rank: int, world_size: int) -> bytes:
             store=dist.FileStore(store, world_size),
             rank=rank,
             world_size=world_size,
-            timeout=datetime.timedelta(seconds=timeout),
+            timeout=datetime.timedelta(seconds=timeout + GRACE),  # the parent gives up first
         )
         try:
             dist.barrier()  # nobody fails while another still connects

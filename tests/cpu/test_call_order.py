@@ -158,6 +158,19 @@ def in_threads(*calls: Callable[[], Any]) -> list[Any]:
     return results
 
 
+def begins(comm: ep_ops.Communicator) -> threading.Event:
+    """Return an event that is set when the communicator begins an operation, in which it waits for other ranks."""
+    waits, begun = comm.backend._waits, threading.Event()
+    begin = waits.begin
+
+    def noting(call: str) -> None:
+        begun.set()
+        begin(call)
+
+    waits.begin = noting
+    return begun
+
+
 def own_groups() -> list[Any]:
     """Two threads, each with a communicator of a group of its own, which it creates and destroys."""
     groups = [dist.new_group() for _ in range(2)]
@@ -176,14 +189,13 @@ def one_group() -> list[Any]:
     """Two threads that call communicators of one group: in one order on rank 0, in the other on rank 1."""
     comms = [toy.communicator(name=name) for name in ("one", "other")]
     order = comms if dist.get_rank() == 0 else comms[::-1]
-    second = threading.Event()
+    within = begins(order[0])
 
     def late() -> bool:
-        second.wait()
-        time.sleep(0.1)
+        within.wait()
         return right(order[1], 1)
 
-    found = in_threads(lambda: second.set() or right(order[0], 0), late)
+    found = in_threads(lambda: right(order[0], 0), late)
     assert right(comms[0], 2) and right(comms[1], 2)
     for comm in comms:
         comm.destroy()
@@ -211,11 +223,11 @@ def one_communicator(remembered: bool, call: str) -> list[Any]:
             "destroy": comm.destroy,
         }
 
+        within = begins(comm)
+
         def second() -> Any:
             try:
-                while comm.busy.acquire(blocking=False):
-                    comm.busy.release()
-                    time.sleep(0.01)
+                within.wait()
                 return calls[call]()
             finally:
                 store.set(called, "")

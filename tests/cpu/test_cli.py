@@ -118,7 +118,7 @@ def test_a_signal_ends_every_process(how: str) -> None:
                 assert line, "ended too early"
             send = os.killpg if how == "Ctrl-C" else os.kill
             send(process.pid, signal.SIGTERM if how == "terminate parent" else signal.SIGINT)
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=200)
             assert process.returncode == (143 if how == "terminate parent" else 130)
             assert errors.strip() == "interrupted; all processes have ended"
             with pytest.raises(ProcessLookupError):

@@ -50,7 +50,7 @@ def test_help(program: str, serving: Any, monkeypatch: pytest.MonkeyPatch, capsy
 def test_processes_of_ranks(
     serving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script, given = tmp_path / "rank.py", ["--out", str(tmp_path), "--limit", "100"]
+    script, given = tmp_path / "rank.py", ["--out", str(tmp_path), "--limit", "250"]
     script.write_text(RANK)
     monkeypatch.setattr(sys, "argv", ["rank.py", *given])
     monkeypatch.setenv("EP_OPS_VLLM", "1")  # of the caller; a way sets its own

@@ -40,7 +40,7 @@ def allocate(lacking: int) -> tuple[str, list[str]]:
 
 def test_no_symmetric_memory_on_one_rank() -> None:
     """If one rank has no symmetric memory, all ranks learn it before anybody waits for that rank in the rendezvous."""
-    mine, theirs = run_ranks(2, allocate, 0, timeout=20.0)
+    mine, theirs = run_ranks(2, allocate, 0)
     assert mine == ("OutOfMemoryError: no room for it", [])
     said = "allocating 64 bytes of symmetric memory: rank 0: OutOfMemoryError: no room for it"
     assert theirs == (f"RuntimeError: {said}", ["allocated"])
@@ -71,11 +71,11 @@ def make(lacking: int) -> tuple[str, list[bool]]:
 
 def test_no_backend_on_one_rank() -> None:
     """Others would find out in their first operation, by the deadline."""
-    assert run_ranks(2, make, 1, timeout=20.0) == [
+    assert run_ranks(2, make, 1) == [
         ("RuntimeError: creating communicator 'ep': rank 1: OutOfMemoryError: no room for a table", [False]),
         ("OutOfMemoryError: no room for a table", []),
     ]
-    assert run_ranks(2, make, -1, timeout=20.0) == [("Backend", [])] * 2
+    assert run_ranks(2, make, -1) == [("Backend", [])] * 2
 
 
 def test_editors_complete_the_options() -> None:

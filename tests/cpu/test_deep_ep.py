@@ -432,7 +432,7 @@ def test_install() -> None:
         "assert deep_ep is ours and Buffer is ours.Buffer and importlib.util.find_spec('deep_ep') is not None;"
         "assert hasattr(deep_ep, 'ElasticBuffer') and not hasattr(deep_ep, 'HybridEPBuffer')"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=280)
 
 
 # ---------------------------------------------------------------------- bounds that differ
@@ -477,4 +477,4 @@ def test_bounds_that_differ(kind: str) -> None:
     """All ranks raise at once, also if one of them needs a larger communicator; the buffer can be used further."""
     text = "ranks disagree on max_tokens: [{}, {}] by rank; all ranks must pass the same"
     differ = [text.format(16, 32), text.format(64, 128), text.format(128, 64)]
-    assert run_ranks(2, _bounds, kind, timeout=30.0) == [["True", *differ, "True", "True", "True"]] * 2
+    assert run_ranks(2, _bounds, kind) == [["True", *differ, "True", "True", "True"]] * 2

@@ -183,7 +183,7 @@ def without_experts() -> None:
 
 
 def test_gradients_on_a_rank_without_experts() -> None:
-    run_ranks(2, without_experts, timeout=60)
+    run_ranks(2, without_experts)
 
 
 # ---------------------------------------------------------------------- modules of users

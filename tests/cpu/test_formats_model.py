@@ -46,10 +46,12 @@ def lenient() -> Iterator[ep_ops.Communicator]:
 
 
 def inputs(tokens: int = 9, seed: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """x [T, H], topk_idx, topk_weights."""
+    """x [T, H], topk_idx, topk_weights. The first token names an expert at least."""
     draw = torch.Generator().manual_seed(cases.fresh_seed() if seed is None else seed)
     idx = torch.rand(tokens, EXPERTS, generator=draw).argsort(1)[:, :TOP_K].int()
-    idx[torch.rand(tokens, TOP_K, generator=draw) < 0.2] = -1
+    none = torch.rand(tokens, TOP_K, generator=draw) < 0.2
+    none[:1, 0] = False
+    idx[none] = -1
     x = torch.randn(tokens, HIDDEN, generator=draw) * torch.randn(tokens, 1, generator=draw).mul(3).exp2()
     return x.bfloat16(), idx, torch.rand(tokens, TOP_K, generator=draw)
 

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,23 @@ def test_every_step_is_recorded_and_none_stops_the_others(tmp_path: Path, monkey
     processes of one that hangs end. Steps for which no time is left are not started."""
     script, child, out = tmp_path / "script.py", tmp_path / "child", tmp_path / "host.json"
     script.write_text(SCRIPT)
+
+    class Process(subprocess.Popen):
+        """A process whose 5 seconds are over when it hangs, however long it takes to start."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout == 5.0:
+                while self.poll() is None and not (child.exists() and child.read_text()):
+                    time.sleep(0.01)
+                timeout = 0.0
+            return super().wait(timeout)
+
     kinds = {"passes": 60.0, "fails": 60.0, "wrong": 60.0, "hangs": 6.0, "torn": 60.0, "passes-again": 60.0}
     steps = [host.Step(kind, 2, f"{script} {kind} {{out}} {child}", limit) for kind, limit in kinds.items()]
     steps.append(host.Step("late", 2, f"{script} late {{out}}", 1.0))
     monkeypatch.setattr(host, "KINDS", (*kinds, "late"))
     monkeypatch.setattr(host, "plan", lambda *_: steps)
+    monkeypatch.setattr(host.subprocess, "Popen", Process)
     monkeypatch.setattr(host, "GRACE", 1.0)
     monkeypatch.setattr(host, "LEAST", 2.0)
     before = signal.getsignal(signal.SIGINT)
@@ -67,7 +80,7 @@ def test_every_step_is_recorded_and_none_stops_the_others(tmp_path: Path, monkey
     steps_by_name = {step["name"]: step for step in found["steps"]}
     assert steps_by_name["hangs"]["found"]["results"][0]["us"] == 12.5 and "found" not in steps_by_name["torn"]
     assert "output of fails" in steps_by_name["fails"]["text"]
-    pid, end = int(child.read_text()), time.monotonic() + 10
+    pid, end = int(child.read_text()), time.monotonic() + 100
     while not ended(pid) and time.monotonic() < end:
         time.sleep(0.05)
     assert ended(pid)

@@ -164,7 +164,7 @@ def gone() -> None:
 
 
 def test_what_is_gone_waits_for_nobody() -> None:
-    run_ranks(2, gone, timeout=30)
+    run_ranks(2, gone)
 
 
 def test_recomputed_dispatches_count_once() -> None:

@@ -24,7 +24,7 @@ class Exchange:
         self.number += 1
         store.set(keys[rank], bytes([rank, 0, 255]))
         for key in keys:
-            store.wait([key], datetime.timedelta(seconds=5))
+            store.wait([key], datetime.timedelta(seconds=100))
         return [store.get(key) for key in keys]
 
 
@@ -40,14 +40,14 @@ def test_unequal_pasts(met):
         from_zero = FromZero(dist.PrefixStore("ep_ops", shared))
         store = dist.PrefixStore("group", from_zero)
         found[rank] = [exchange.all_gather(store, rank, 2) for _ in range(3)]
-        all_met.wait(20)
+        all_met.wait(100)
         from_zero.forget()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(100)
     assert shared.num_keys() == 0
     assert found == {rank: [[bytes([0, 0, 255]), bytes([1, 0, 255])]] * 3 for rank in range(2)}
 

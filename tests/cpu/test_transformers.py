@@ -448,4 +448,4 @@ def more_ranks_than_experts(kind: str, frozen: bool) -> None:
 @pytest.mark.parametrize("frozen", [False, True])  # but for the experts
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_a_rank_without_experts(kind: str, frozen: bool) -> None:
-    run_ranks(3, more_ranks_than_experts, kind, frozen, timeout=60)
+    run_ranks(3, more_ranks_than_experts, kind, frozen)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import os
 import pathlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -250,17 +252,26 @@ def saved_by_rank_0(path: str) -> None:
     from ep_ops.integrations.transformers import spread_experts
 
     model, ids = made("qwen3_moe", "grouped_mm"), tokens(0)
-    spread_experts(model, max_tokens_per_rank=16, timeout=1)
+    spread_experts(model, max_tokens_per_rank=16)
     wanted = loss_of(model, ids)[0]
+
+    def a_second() -> Any:
+        """Let save_pretrained, but no layer, wait for a second only."""
+        comm = next(m.comm for m in model.modules() if hasattr(m, "comm"))
+        return mock.patch.object(comm, "config", dataclasses.replace(comm.config, timeout=1))
+
     if dist.get_rank() == 0:
-        with pytest.raises(
-            RuntimeError, match=r"waited 1 s for ranks \[1\].*every rank must call it.*save_strategy='no'"
+        with (
+            a_second(),
+            pytest.raises(
+                RuntimeError, match=r"waited 1 s for ranks \[1\].*every rank must call it.*save_strategy='no'"
+            ),
         ):
             model.save_pretrained(f"{path}/alone")
     dist.barrier()  # data of the process group is not out of order
     torch.testing.assert_close(loss_of(model, ids)[0], wanted)
     if dist.get_rank() == 1:
-        with pytest.raises(RuntimeError, match=r"waited 1 s for ranks \[0\]"):
+        with a_second(), pytest.raises(RuntimeError, match=r"waited 1 s for ranks \[0\]"):
             model.save_pretrained(f"{path}/alone")
     dist.barrier()
     for number in range(2):

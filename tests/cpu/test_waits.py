@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,14 +23,16 @@ from ep_ops.group.leaving import store_of
 
 
 class Warnings(logging.Handler):
-    """The texts that `ep_ops` logs inside a ``with`` block."""
+    """The texts that `ep_ops` logs inside a ``with`` block. ``then``: what is called after each."""
 
-    def __init__(self) -> None:
+    def __init__(self, then: Callable[[], object] = lambda: None) -> None:
         super().__init__()
         self.texts: list[str] = []
+        self.then = then
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
+        self.then()
 
     def __enter__(self) -> list[str]:
         logging.getLogger("ep_ops").addHandler(self)
@@ -58,14 +62,21 @@ def destroyed(comm: ep_ops.Communicator) -> None:
     assert not [key for key in ("failed", "ended", "gone", "at/0", "at/1", "left/0", "left/1") if store.check([key])]
 
 
+def soon(seconds: float) -> Any:
+    """Let waits lose patience after some seconds, whatever the timeout."""
+    return mock.patch.object(waits, "patience", lambda timeout: seconds)
+
+
 def is_late(rank: int) -> list[str]:
-    """Rank 1 comes half a second late to the second operation: nothing but a warning."""
-    with Warnings() as texts, on_a_group("late", 3.0) as comm:
+    """Rank 1 comes to the second operation when rank 0 has warned of it: nothing but a warning."""
+    store = dist.distributed_c10d._get_default_store()
+    with Warnings(lambda: store.set("warned", "")) as texts, on_a_group("late", 60.0) as comm:
         x, idx, _ = toy.inputs(5, seed=rank)
         sent = comm.dispatch(x, idx)
         if rank == 1:
-            time.sleep(0.7)
-        assert torch.equal(comm.combine(sent.x, sent.route), (idx >= 0).sum(1, keepdim=True) * x)
+            store.wait(["warned"])
+        with soon(0.1) if rank == 0 else contextlib.nullcontext():
+            assert torch.equal(comm.combine(sent.x, sent.route), (idx >= 0).sum(1, keepdim=True) * x)
         return list(texts)
 
 
@@ -82,13 +93,14 @@ def differ(rank: int) -> list[str]:
 
 
 def skips(rank: int) -> list[str]:
-    """Rank 1 calls `destroy` in the place of the second dispatch."""
-    comm = on_a_group("skipped", 1.0)
-    with Warnings() as texts:
-        given = toy.inputs(5, seed=rank)
+    """Rank 1 calls `destroy` in the place of the second dispatch, which rank 0 calls then."""
+    comm = on_a_group("skipped", 60.0)
+    with Warnings() as texts, soon(0.1):
+        given, said = toy.inputs(5, seed=rank), []
         comm.dispatch(*given)
-        said = [raised(comm.dispatch, *given), raised(comm.plan, given[1])] if rank == 0 else []
         if rank == 0:
+            store_of(comm.group, comm.number).wait(["left/1"])
+            said += [raised(comm.dispatch, *given), raised(comm.plan, given[1])]
             comm.destroy()  # which has nothing to add
         else:
             said.append(raised(comm.destroy))
@@ -100,7 +112,7 @@ def comes_too_late(rank: int) -> list[str]:
     comm = on_a_group("too late", 0.5)
     with Warnings():
         if rank == 1:
-            time.sleep(0.9)
+            store_of(comm.group, comm.number).wait(["failed"])
             comm.backend.listen()
             assert comm.backend.has_failed()
             comm.backend._waits.failed = None  # as if it had not looked
@@ -140,7 +152,7 @@ def test_ranks_that_do_not_come() -> None:
     (late, differing, skipped, too_late, within), (late_1, differing_1, skipped_1, too_late_1, within_1) = mine, theirs
 
     doing = "rank 0, in ep::combine (operation 2 of this communicator)"
-    assert late == [f"communicator 'late': {doing}, still waits for rank 1; it gives up after 3 s"] and late_1 == []
+    assert late == [f"communicator 'late': {doing}, still waits for rank 1; it gives up after 60 s"] and late_1 == []
 
     operators = (
         "ranks make different calls at the same time (rank 0: ep::dispatch of 'differ', rank 1: ep::plan of 'differ');"

@@ -454,7 +454,7 @@ class Thread(threading.Thread):
         self.result = self.call()
 
     def value(self) -> Any:
-        self.join(60)
+        self.join(250)
         assert not self.is_alive()
         return self.result
 
@@ -475,12 +475,12 @@ def test_nobody_waits_for_the_compilation_of_another_kernel(
 
     def slow(kernel: Any, arch: str) -> Any:
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(250)
         return compile_kernel(kernel, arch)
 
     monkeypatch.setattr(jit, "compile_kernel", slow)
     compilation = Thread(lambda: get(OTHER))
-    assert begun.wait(60)
+    assert begun.wait(250)
     begun.clear()
     from_disk = Thread(get)
     loaded = from_disk.value()
@@ -555,7 +555,7 @@ def test_processes_share_a_compilation(
     go(process)
     assert said(process) == "compiles"
     assert callable(get()) and compiled == []
-    assert process.communicate(timeout=60)[0].split() == ["done"]
+    assert process.communicate(timeout=250)[0].split() == ["done"]
     assert len(objects(folder)) == 1
 
 
