@@ -39,31 +39,19 @@ class Wanted:
         self, config: dict[str, Any], bound: int = 0, only: tuple[str, ...] = (), split: bool = True,
         formats: Sequence[tuple[str, str]] = (),
     ) -> None:  # fmt: skip
-        """All kernels, or those of the named classes; latency kernels for at most `bound` tokens, whole or split; and
-        those of rows in `formats`."""
-        import torch
+        """The kernels of a communicator with these values: all that its warmup compiles, or those of the named classes;
+        latency kernels for at most `bound` tokens, whole or split; and those of rows in `formats`."""
+        from ep_ops.backends.cute.backend import all_kernels
+        from ep_ops.config import Config, default_experts
 
-        from cute_kernels.heap import Problem
-        from cute_kernels.latency.sizes import most_tokens
-        from ep_ops.backends.cute import sizing
-        from ep_ops.backends.cute.ahead import latency_kernels, throughput_kernels
-        from ep_ops.config import default_experts
-        from ep_ops.specs import DispatchSpec
-
-        experts = config.get("experts_per_rank") or default_experts(config["num_experts"], self.world_size)
-        dtype = sizing.DTYPES[config.get("dtype", torch.bfloat16)]
-        tokens = config["max_tokens_per_rank"]
-        problem = Problem(self.world_size, tuple(experts), config["top_k"], config["hidden_size"], dtype, tokens)
-        found = [k for k in throughput_kernels(problem) if not only or type(k).__name__ in only]
-        if bound:
-            few = latency_kernels(problem, min(bound, most_tokens(problem)))
-            found += [k for k in few if split or (k.send and k.receive)]
-        for name, layout in formats:
-            how = DispatchSpec("dispatch", "grouped", format=name, scales_as=layout)
-            found += throughput_kernels(problem, how)
-            if how.latency and bound:
-                found += latency_kernels(problem, min(bound, most_tokens(problem)), how)
-        self.kernels.update(dict.fromkeys(found))
+        given: dict[str, Any] = config | {"latency_max_tokens": bound, "world_size": self.world_size}
+        given["experts_per_rank"] = tuple(
+            config.get("experts_per_rank") or default_experts(config["num_experts"], self.world_size)
+        )
+        for kernel in all_kernels(Config(**given), formats):
+            named = not only or type(kernel).__name__ in only
+            if named and (split or getattr(kernel, "send", True) == getattr(kernel, "receive", True)):
+                self.kernels[kernel] = None
 
 
 Find = Callable[[int, int], list[Any]]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,8 +28,25 @@ WITHOUT = {
 }
 """Files whose kernels are not listed."""
 LIST = """
-import json, precompile
-print(json.dumps({file: [len(find(ranks, 1)) for ranks in (1, 2)] for file, find in precompile.FINDS.items()}))
+import json
+import precompile, test_gather, test_moe_communicator, test_steps
+from ep_ops.backends.cute.backend import all_kernels
+from ep_ops.config import Config, default_experts
+
+found, lists = {}, {file: [find(ranks, 1) for ranks in (1, 2)] for file, find in precompile.FINDS.items()}
+for file, given, bound, formats in (
+    ("test_moe_communicator.py", *test_moe_communicator.wanted(2)),
+    ("test_steps.py", test_steps.CONFIG, 0, []),
+    ("test_gather.py", test_gather.steps_config(2), 0, []),
+):
+    listed = set(lists[file][1])
+    experts = tuple(default_experts(given["num_experts"], 2))
+    config = Config(**given | {"latency_max_tokens": bound}, world_size=2, experts_per_rank=experts)
+    of_problem = [kernel for kernel in listed if kernel.problem == all_kernels(config)[0].problem]
+    kinds = sorted({type(kernel).__name__ for kernel in of_problem})
+    counts = sorted({kernel.problem.counts_waits for kernel in listed})
+    found[file] = counts, kinds, len(set(all_kernels(config, formats)) - listed)
+print(json.dumps([{file: [len(one) for one in of_file] for file, of_file in lists.items()}, found]))
 """
 
 TILES = """
@@ -66,16 +84,32 @@ print(submitted)
 """
 
 
-def test_kernels_of_every_file_of_gpu_tests_are_listed() -> None:
-    """Every file of tests/gpu has kernels in precompile.FINDS, on 1 or on 2 ranks, or a reason here why it has none."""
+@pytest.fixture(scope="module")
+def listed() -> Any:
+    """Numbers of kernels by file, on 1 and on 2 ranks, and what is listed of three communicators."""
     env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join([str(GPU), *sys.path])}
     done = subprocess.run([sys.executable, "-c", LIST], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    listed: dict[str, list[int]] = json.loads(done.stdout.splitlines()[-1])
-    assert {path.name for path in GPU.glob("test_*.py")} == {*listed, *WITHOUT}
-    assert all(any(counts) for counts in listed.values()), listed
-    assert all(listed[file][0] > 0 for file in ("test_live_rows.py", "test_sums.py", "test_lists.py")), listed
-    assert all(listed["test_few_rows.py"]), listed
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_kernels_of_every_file_of_gpu_tests_are_listed(listed: Any) -> None:
+    """Every file of tests/gpu has kernels in precompile.FINDS, on 1 or on 2 ranks, or a reason here why it has none."""
+    numbers, _ = listed
+    assert {path.name for path in GPU.glob("test_*.py")} == {*numbers, *WITHOUT}
+    assert all(any(counts) for counts in numbers.values()), numbers
+    assert all(numbers[file][0] > 0 for file in ("test_live_rows.py", "test_sums.py", "test_lists.py")), numbers
+    assert all(numbers["test_few_rows.py"]), numbers
+
+
+def test_what_a_warmup_compiles_is_listed(listed: Any) -> None:
+    """A listed kernel is that of a communicator with all values of its configuration, and kernels of failures, which a
+    warmup compiles as well, are listed with the operators'."""
+    counting = {"test_moe_communicator.py": [True], "test_steps.py": [False], "test_gather.py": [False]}
+    for file, (counts, kinds, missing) in listed[1].items():
+        assert counts == counting.pop(file) and missing == 0, file
+        assert {"Reject", "RaiseAlarm", "Gather", "Publish", "Pull", "Combine"} <= {*kinds}, file
+    assert not counting
 
 
 def test_bits_are_compared_on_all_tiles_for_few_rows() -> None:
