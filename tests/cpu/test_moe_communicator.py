@@ -284,6 +284,8 @@ def test_modes_and_sizes() -> None:
                 else:
                     assert output.x.shape == shape, (layout, capacity, max_tokens)
                 assert handle.route.max_tokens == (max_tokens or MOST)
+            _, handle = moe.dispatch(given.x[:0], given.ids[:0], max_tokens=0)  # of no rank any token
+            assert handle.route.max_tokens == 0 and not handle.route.counts.any()
 
 
 # ---------------------------------------------------------------------- rejections

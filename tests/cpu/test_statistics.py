@@ -371,6 +371,8 @@ def test_a_straggler_shows(tmp_path: Path) -> None:
     cells = [c for c in xml.etree.ElementTree.fromstring(text).iter() if "fill-opacity" in c.attrib]
     shown = [0, 1 / 40, 28 / 40, 3 / 40, 0, 1, 0, 2 / 40, 0]
     assert [float(c.attrib["fill-opacity"]) for c in cells] == pytest.approx(shown, abs=2e-3)
+    alone = plot_begun(lateness(ops[:1]), tmp_path / "alone.svg").read_text(encoding="utf-8")
+    assert "latest on average: rank 0, 0.0 µs" in alone and alone.count('fill-opacity="0.000"') == 4
     none = of_all._replace(operations=(), begun=torch.zeros(3, 0))
     with pytest.raises(ValueError, match="no operations that all ranks have recorded"):
         plot_begun(none, tmp_path / "none.svg")

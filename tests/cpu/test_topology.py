@@ -257,12 +257,14 @@ def test_pairs_without_nvlink(given: list[GpuFacts | None], pair: tuple[int, int
 )
 def test_latency_kernels_need_nvlink(missing: str | None, asked: int | None, latency: int | None, warned: bool) -> None:
     given = linked(("h", "a", None, missing), ("h", "b", None, missing and "a"))
-    config = dataclasses.replace(CONFIG, latency_max_tokens=asked)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = creation._with_latency_kernels(Exchange(None, torch.device("cpu")), config, given)
-    assert found == dataclasses.replace(config, latency_max_tokens=latency)
-    assert [str(warning.message)[:16] for warning in caught] == ["NVML cannot tell"] * warned
+    config, exchange = dataclasses.replace(CONFIG, latency_max_tokens=asked), Exchange(None, torch.device("cpu"))
+    for exchange.rank in (0, 1):  # of which the first one warns
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = creation._with_latency_kernels(exchange, config, given)
+        assert found == dataclasses.replace(config, latency_max_tokens=latency)
+        texts = [str(warning.message)[:16] for warning in caught]
+        assert texts == ["NVML cannot tell"] * (warned and exchange.rank == 0)
 
 
 def test_ranks_that_share_a_gpu_need_no_nvlink(recwarn: pytest.WarningsRecorder) -> None:

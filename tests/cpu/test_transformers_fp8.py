@@ -50,7 +50,7 @@ def fp8_model(weights: tuple[Tensor, ...], **config: Any) -> Any:
 
 def linear(self: Any, x: Tensor, codes: Tensor, scales: Tensor, activation_scale: Any = None) -> Tensor:
     """In place of a kernel: rows are quantized by 128 and multiplied in fp64."""
-    assert activation_scale is None
+    assert activation_scale is None and codes.dtype == torch.float8_e4m3fn and scales.dtype != torch.bfloat16
     return (exact(*formats.quantize(x, FORM)) @ exact(codes, scales).T).to(x.dtype)
 
 
@@ -73,7 +73,8 @@ def spread(powers: bool, seed: int) -> list[Tensor]:
     model = fp8_model(whole, **({"scale_fmt": "ue8m0"} if powers else {}))
     own = copy.deepcopy(model)
     own.model.layers[0].mlp.experts.linear = types.MethodType(linear, own.model.layers[0].mlp.experts)
-    (name,) = spread_experts(model, max_tokens_per_rank=32, timeout=20)
+    dtype = torch.bfloat16 if powers else None  # to which codes are not cast
+    (name,) = spread_experts(model, max_tokens_per_rank=32, dtype=dtype, timeout=20)
     experts = model.get_submodule(name)
     mine = slice(experts.comm.first_local_expert, experts.comm.first_local_expert + experts.comm.num_local_experts)
     for last, w in zip(NAMES, whole, strict=True):
@@ -166,6 +167,15 @@ def test_which_experts_take_codes(change: dict[str, Any], takes: bool) -> None:
             num_experts=E, hidden_size=H, top_k=K, max_tokens_per_rank=8, dtype=dtype, device="cpu"
         ) as comm:
             assert LocalExperts(experts, experts.forward, None).takes_codes(comm) == allowed
+
+
+def test_dtype_of_rows_for_quantized_experts() -> None:
+    """Rows have the dtype of the model's first parameter that is not quantized."""
+    from ep_ops.integrations.transformers import _plain_dtype
+
+    codes, half = (torch.nn.Parameter(torch.zeros(4).to(kind), False) for kind in (torch.float8_e4m3fn, torch.float16))
+    assert _plain_dtype(torch.nn.ParameterList([codes, half])) == torch.float16
+    assert _plain_dtype(torch.nn.ParameterList([codes])) == torch.bfloat16
 
 
 def test_which_calls_take_codes_on_gpus() -> None:
