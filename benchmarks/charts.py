@@ -5,6 +5,7 @@ python benchmarks/charts.py    # rewrites compare-2-h100.svg, compare-2-h200.svg
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -142,4 +143,5 @@ def main(folder: Path = RESULTS) -> int:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     sys.exit(main())

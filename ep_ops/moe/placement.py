@@ -227,7 +227,7 @@ def _settled(experts: list[int], was: tuple[int, ...]) -> list[int]:
 class Move(NamedTuple):
     """A copy of a logical expert's weights that a new placement requires."""
 
-    expert: int
+    expert: int  # logical expert
     source: int  # physical expert to copy from
     place: int  # physical expert to copy to
     crosses: bool  # whether they are on different ranks
