@@ -64,7 +64,8 @@ class ExpertModule(nn.Module):
     def from_local(self, local: Tensor) -> Tensor:
         """Return the DTensor of all experts whose shard on this rank is ``local`` [El, ...]; on one rank, ``local``.
 
-        Use it for all parameters with one entry for each expert, such as matrices, biases and adapters. Differentiable.
+        Use it for all parameters with one entry for each expert, such as matrices, biases and adapters, and for such
+        buffers: torch.distributed.checkpoint saves an ordinary tensor of one rank only. Differentiable.
 
         Raises:
             ValueError: the communicator does not split experts as DTensors do, or :meth:`Communicator.shrink` has
