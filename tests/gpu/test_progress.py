@@ -121,6 +121,8 @@ def test_blocks_that_stay(kind, taken, comms, together) -> None:
     launcher = comms[kind][0].backend._launcher
     left = residency.needed(launcher.problem) if kind == "many" else -(-launcher.multiprocessors // 2)
     most = launcher.multiprocessors - left - UNRESERVED
+    if most < 1:
+        pytest.skip(f"operations need {left + UNRESERVED} of {launcher.multiprocessors} multiprocessors")
     taken = most if taken is None else min(taken, most)
     steps, theirs = Steps(comms[kind][0], taken), torch.cuda.Stream()
     if dist.is_initialized():
