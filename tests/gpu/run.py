@@ -10,8 +10,8 @@ Ranks that share a GPU run at the same time under MPS, if it is available and th
 they take turns. Where a GPU has room, several groups of ranks run different files at the same time. Each rank has a GPU
 of its own where there are enough; with `--gpus` all ranks of a group share one, and other groups use the other GPUs.
 Meanwhile other processes compile kernels (precompile.py). A test that hangs or ends its process counts as failed, with
-the place where each rank was; the tests behind it run in new processes. Results and table are written while tests run, and a run that is interrupted
-(SIGINT, SIGTERM) ends with those that there are.
+the place where each rank was; the tests behind it run in new processes. Results and table are written while tests run,
+and a run that is interrupted (SIGINT, SIGTERM) ends with those that there are.
 """
 
 from __future__ import annotations
