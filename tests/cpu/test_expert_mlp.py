@@ -111,10 +111,10 @@ def trained(
     return {name: getattr(value, "_local_tensor", value) for name, value in found.items()}, order.ran
 
 
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def differences(dtype: torch.dtype, cases: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     """For each case: names of what differs from the ordinary order, what ran between start and wait, dropped rows."""
     found, ordinary = [], {}
-    torch._dynamo.config.capture_dynamic_output_shape_ops = True
     with communicator(dtype) as comm:
         for case in cases:
             given = {**case, "tokens": case["tokens"][comm.rank]}

@@ -37,6 +37,7 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return ((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-9)).item()
 
 
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def errors_against_dense(tokens: list[int], dtype: torch.dtype, compiled: bool, options: dict) -> dict[str, float]:
     """Relative error of the output and of each gradient; ``tokens``: of each rank."""
     shared = {"shared_intermediate_size": options.get("shared_intermediate_size", 0)}
@@ -44,7 +45,6 @@ def errors_against_dense(tokens: list[int], dtype: torch.dtype, compiled: bool, 
         layer, dense = MoELayer(comm, F, seed=3, **options), DenseMoE(comm, F, seed=3, **shared)
         run = layer
         if compiled:
-            torch._dynamo.config.capture_dynamic_output_shape_ops = True
             run = torch.compile(layer, fullgraph=True)
         generator = torch.Generator().manual_seed(comm.rank)
         x = torch.randn(tokens[comm.rank], H, generator=generator).to(dtype)

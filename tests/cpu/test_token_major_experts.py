@@ -204,10 +204,10 @@ WAYS: dict[str, Callable[..., Tensor]] = {
 GROUPED = {"dynamic", "shared_intermediate_size", "format"}
 
 
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def _beside_grouped(dtype: torch.dtype, backend: str | None, ways: list[str]) -> list[tuple[str, str, bool, float]]:
     """For each layer and way: forward bits, and the largest relative difference of gradients."""
     found = []
-    torch._dynamo.config.capture_dynamic_output_shape_ops = True
     with ep_ops.Communicator(**SIZES, dtype=dtype) as comm:
         draw = torch.Generator().manual_seed(comm.rank)
         x = torch.randn(TOKENS - 3 * comm.rank, H, generator=draw).to(dtype)
