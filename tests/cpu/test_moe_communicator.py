@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import cases
 import pytest
@@ -289,6 +290,20 @@ def test_modes_and_sizes() -> None:
 
 
 # ---------------------------------------------------------------------- rejections
+
+
+@pytest.mark.parametrize(("operator", "call"), [
+    ("combine_start", lambda moe, given: moe.combine_async(given.x, None, flight=1)),
+    ("dispatch_start", lambda moe, given: moe.dispatch_async(given.x, given.ids, quant="e4m3", flight=1)),
+    ("dispatch_start", lambda moe, given: moe.dispatch_async(given.x, given.ids, max_tokens="few", flight=1)),
+])  # fmt: skip
+def test_other_ranks_are_told_the_flight(operator: str, call: Any) -> None:
+    """A start is rejected in its own flight, because the other one may be in use."""
+    with communicator(overlap=True) as moe:
+        with pytest.raises((TypeError, ValueError)), mock.patch.object(moe.comm.backend, "reject") as told:
+            call(moe, drawn(0, 0, 2))
+        told.assert_called_once_with(operator, mock.ANY, 1, MOST)
+
 
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     (dict(mode="fast"), "mode is 'fast'; allowed: one of 'auto', 'latency', 'throughput'"),

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from cute_kernels.gemm.few_rows import FewRows, rows_of, tile_of
+from cute_kernels.gemm.few_rows_e4m3 import tile_of as tile_of_e4m3
 from ep_ops.backends.cute import local_kernels
 from ep_ops.formats import Segments
 
@@ -114,6 +115,27 @@ def test_e4m3(launched: list[tuple[Any, ...]]) -> None:
     assert all(given is wanted for given, wanted in zip(one[:4], (x, scales, w_in, in_scales), strict=True))
     assert other[0] is one[4] and other[1] is one[5] and one[4].shape == (64, WIDTH) and one[5].shape == (64, 1)
     assert other[2] is w_out and other[3] is out_scales and other[4] is out and other[5] is None
+
+
+def test_tiles_of_e4m3() -> None:
+    """A tile holds the rows that an expert is expected to have, and no more than all ranks have tokens."""
+    for share, rows in (((8, 8, 16), 32), ((2, 8, 2), 8), ((64, 8, 1), 64)):
+        found = local_kernels.few_rows_e4m3_kernels(4, HIDDEN, WIDTH, local_kernels.Share(*share))
+        tokens, top_k, ranks = share
+        assert rows_of(tokens * ranks, tokens * top_k / 4) == rows
+        assert [kernel.tile for kernel in found] == [tile_of_e4m3(gated, rows) for gated in (True, False)], share
+
+
+def test_blocks_of_lists(launched: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists have a block for 64 entries or places, whichever are more, at most as many as there are multiprocessors,
+    and one without entries, which writes that the lists are empty."""
+    monkeypatch.setattr(local_kernels, "_multiprocessors", lambda index: 8)
+    for rows, places, blocks in ((0, 0, 1), (100, 64, 4), (10, 300, 5), (1000, 1, 8)):
+        launched.clear()
+        ids = torch.zeros(rows, 2, dtype=torch.int32)
+        local_kernels.expert_lists(ids, 3, 4, (torch.zeros(places, dtype=torch.int32),) * 6)
+        ((_, found, _, tensors, *numbers),) = launched
+        assert found == blocks and tensors[0] is ids and numbers == [2 * rows, 2, places, 4]
 
 
 def test_tensors_on_another_device_are_rejected() -> None:

@@ -100,7 +100,8 @@ def test_instructions_of_wgmma(kernel: FewRowsE4M3) -> None:
     """Hopper: codes are multiplied as they are, from shared memory. A thread orders what it has copied there before
     reads of the tensor cores, and only then comes to the barrier."""
     ptx, tile = ptx_of_codes(kernel, "sm_90a"), kernel.tile
-    assert isinstance(kernel.on("sm_90a"), FewRowsWgmma) and kernel.on("sm_100a") is kernel
+    assert isinstance(kernel.on("sm_90a"), FewRowsWgmma)
+    assert all(kernel.on(arch) is kernel for arch in ("sm_100a", "sm_103a", "sm_120a"))
     rows = tile.rows if tile.rows <= 64 else 32
     groups = 2 * tile.depth * 2 // 128 * tile.rows // rows  # of a stage: halves, blocks of K, instructions for all rows
     loops = ptx.count("wgmma.commit_group") // groups

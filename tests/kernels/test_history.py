@@ -138,7 +138,7 @@ def test_counts_of_operations_and_waits() -> None:
     heap = Heap(Problem(3, (2, 2, 2), 2, 64, "bf16", 8, counts_waits=True))
     memory = bytearray(heap.nbytes)
     struct.pack_into("<q", memory, 8 * EPOCH, 2**40 + 8)
-    struct.pack_into("<3q", memory, heap.offset["waits"], 5, 0, 2**40 + 1)
+    struct.pack_into("<3q", memory, heap.offset["waits"], 5, 3, 2**40 + 1)
     made: Any = object.__new__(Failures)
     made._heap, made._rank = heap, 1
     made._memory = SimpleNamespace(read=lambda rank, first, nbytes: bytes(memory[first : first + nbytes]) * (rank == 1))

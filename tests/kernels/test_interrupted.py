@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -99,7 +100,7 @@ def test_max_tokens_beyond_the_most(backend: Any, device: Device) -> None:
     assert device.rejected == [(0, "w" * (REASON_BYTES - 1), 1)], "as much of the reason as there is room for"
 
 
-@pytest.mark.parametrize(("turns", "agrees"), [(4, True), (1, False), (3, False)])
+@pytest.mark.parametrize(("turns", "agrees"), [(4, True), (1, False), (3, False), (5, False)])
 def test_rejections_that_take_another_number(
     turns: int, agrees: bool, backend: Any, failures: Failures, device: Device
 ) -> None:  # fmt: skip
@@ -253,6 +254,15 @@ def test_a_wait_whose_operation_has_run(backend: Any, device: Device, failures: 
     with pytest.raises(torch.OutOfMemoryError):
         call(backend, "dispatch_wait", 0)
     assert kernels(device) == [] and not failures.has_failed()
+
+
+def test_a_start_that_is_rejected_beside_another_flight(backend: Any, device: Device) -> None:
+    """A start is rejected beside the operation of the other flight. In a flight that is in use no rank runs it."""
+    backend.start(0, "dispatch", X, None, IDX, FEW, PLAIN)
+    device.take()
+    for operator, flight, runs in (("combine_start", 0, False), ("combine", 0, False), ("combine_start", 1, True)):
+        backend.reject(operator, "why", flight, 8)
+        assert device.rejected == [(0, "why", 1)] * runs, (operator, flight)
 
 
 def test_what_no_rank_runs(backend: Any, device: Device, failures: Failures) -> None:
@@ -438,6 +448,35 @@ def test_memory_is_read_while_another_thread_captures(device: Device, monkeypatc
     assert len(memory.read(0, 0, 8)) == 8
     assert modes == ["CU_STREAM_CAPTURE_MODE_RELAXED"] * 2
     assert device.capture_mode == "CU_STREAM_CAPTURE_MODE_GLOBAL"
+
+
+def test_a_rejection_of_another_operation_than_the_last(failures: Failures) -> None:
+    """A rejection of the last operation is raised at once, and one of an earlier operation by a later check."""
+    rejected_by_a_peer(failures, "dispatch", 400, 1)
+    failures._epoch = lambda: 9  # type: ignore[method-assign]
+    failures.check_last()
+    failures._epoch = lambda: 8  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="rejected by rank 1: why"):
+        failures.check_last()
+    failures.check_last()
+
+
+@pytest.mark.parametrize("by_peer", [False, True])
+def test_a_failure_that_the_watching_thread_sees(
+    by_peer: bool, failures: Failures, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread takes a failure once, and notifies the other ranks unless one of them has reported it."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: device.stream("alarm"))
+    called: list[str] = []
+    failures.callbacks, failures._once = [called.append], threading.Lock()
+    assert failures.failure() is None
+    failures._failed = lambda: "why"  # type: ignore[method-assign]
+    failures.report.fail_by_peer(1, 7)
+    if not by_peer:
+        failures.report._words[:8] = [1, sync.TIMEOUT, 0, 0, 1, 0, 7 << marks.SHIFT, 0]  # type: ignore[assignment]
+    assert [failures.failure(), failures.failure()] == ["why", None]
+    failures.on_failure("why")
+    assert called == ["why"] and kernels(device) == ["RaiseAlarm"] * (not by_peer)
 
 
 def test_a_rejection_heard_of_in_a_capture(failures: Failures, device: Device) -> None:
