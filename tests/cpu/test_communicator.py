@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import cases
 import pytest
@@ -21,8 +22,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import ep_ops
+from ep_ops import communicator, creation, registry, symmetric
 from ep_ops import config as config_file
-from ep_ops import creation, registry, symmetric
 from ep_ops.commands import compile as ahead
 from ep_ops.commands import doctor
 
@@ -46,9 +47,35 @@ def test_alone() -> None:
         assert comm.backend.name == "reference"  # "auto" on a CPU
         assert registry.get(comm.name) is comm
         assert comm.name in repr(comm) and "rank 0/1" in repr(comm)
-        comm.warmup()
         comm.check_errors()
     assert "destroyed" in repr(comm)
+
+
+def test_ranks_meet_around_a_warmup() -> None:
+    """No rank runs kernels before all have compiled them, and none goes on before all have run them."""
+    with make() as comm:
+        parts = mock.Mock()
+        with mock.patch.multiple(comm.backend, compile=parts.compile, warmup=parts.warmup):
+            with mock.patch.object(comm.exchange, "barrier", parts.barrier):
+                comm.warmup([("e4m3/32/mx", "rows")])
+        assert parts.mock_calls == [
+            mock.call.compile([("e4m3/32/mx", "rows")]), mock.call.barrier(), mock.call.warmup(), mock.call.barrier()
+        ]  # fmt: skip
+        comm.warmup()
+
+
+class Unmade(ep_ops.Communicator):
+    """A communicator on any device, which has no backend."""
+
+    def __init__(self, group: Any, config: Any, device: Any) -> None:
+        self.destroyed, self.asked = False, device
+
+
+def test_devices_do_not_share_a_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicator, "_shared", {})
+    sizes = {name: size for name, size in SIZES.items() if name != "device"}
+    made = [Unmade.shared(device=device, **sizes) for device in ("cuda:0", "cuda:1", "cuda:0")]
+    assert [one.asked for one in made] == ["cuda:0", "cuda:1", "cuda:0"] and made[0] is made[2] is not made[1]
 
 
 @pytest.mark.parametrize(("changed", "text"), [

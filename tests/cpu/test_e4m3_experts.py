@@ -31,6 +31,7 @@ from ep_ops.nn import (
     keep_experts_apart,
     load_experts,
 )
+from ep_ops.nn.e4m3_weights import gradient_problem, quantize_blocks
 
 E, H, F, K = 5, 256, 128, 2
 E4M3 = torch.float8_e4m3fn
@@ -153,6 +154,29 @@ def test_initial_weights() -> None:
             assert torch.equal(getattr(later, scales), by)
 
 
+def test_blocks_of_weights() -> None:
+    """The largest magnitude of a block becomes 448, and a block of zeros remains one."""
+    w = torch.randn(256, 384, generator=torch.Generator().manual_seed(fresh_seed()))
+    w[128:, :128] = 0
+    codes, scales = quantize_blocks(w)
+    most = w.abs().unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).amax((1, 3))
+    assert codes.dtype == E4M3 and torch.equal(scales, torch.where(most == 0, 1e-12, most) / 448)
+    largest = codes.float().abs().unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).amax((1, 3))
+    assert torch.equal(largest, torch.where(most == 0, 0.0, 448.0))
+
+
+def test_gradients_that_there_are_none_of() -> None:
+    """One weight, one scale or the tokens suffice."""
+    plain, asks = torch.zeros(2), torch.zeros(2, requires_grad=True)
+    for at in range(4):
+        given = [asks if i == at else plain for i in range(4)]
+        assert "requires_grad of weights and scales must be False" in str(gradient_problem(plain, *given))
+    assert "call them under torch.no_grad()" in str(gradient_problem(asks, plain, plain))
+    assert gradient_problem(plain, plain) is None
+    with torch.no_grad():
+        assert gradient_problem(asks, asks) is None
+
+
 def bits(module: torch.nn.Module) -> list[Tensor]:
     found = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
     return [p.detach().contiguous().view(torch.uint8).clone() for p in found]
@@ -204,6 +228,9 @@ def conversions() -> None:
             assert all(torch.equal(a, b) for a, b in zip(bits(experts), before, strict=True))
             layer.experts = experts
             assert torch.equal(layer(x), want)
+        moved = copy.deepcopy(layer.experts).to("meta", torch.bfloat16)
+        assert [p.dtype for p in moved.parameters()] == [E4M3, E4M3, torch.float32, torch.float32]
+        assert all(p.is_meta for p in moved.parameters())
         plain = MoELayer(comm, F).experts
         for narrow in (lambda m: m.to(E4M3), lambda m: m.type(E4M3)):
             with pytest.raises(TypeError, match="without scales"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import cases
 import pytest
@@ -309,6 +310,24 @@ def test_host_time_of_a_call_with_a_gradient(comm, monkeypatch, name):
     print(f"{name}: {python} Python functions, {c} C functions")
     most_python, most_c = MOST_WITH_GRADIENT[name]
     assert 0 < python <= most_python + OTHERS and 0 < c <= most_c + OTHERS
+
+
+@torch.no_grad()
+def test_an_error_of_a_call_that_has_begun_is_not_rejected_as_well(comm):
+    """Behind PyTorch's dispatcher other ranks learn of it once, from the backend."""
+
+    def failing(a):
+        raise torch.OutOfMemoryError("no room")
+
+    x, idx, weights = given()
+    with (
+        mock.patch.multiple(comm.backend, bind=lambda spec, a: failing, interrupted=mock.DEFAULT, reject=mock.DEFAULT)
+        as told,
+        BaseTorchFunctionMode(),
+        pytest.raises(torch.OutOfMemoryError, match="no room"),
+    ):  # fmt: skip
+        comm.dispatch(x, idx, weights)
+    assert told["interrupted"].call_count == 1 and not told["reject"].called
 
 
 @torch.no_grad()

@@ -57,6 +57,13 @@ def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
     monkeypatch.delenv("EP_OPS_BUNDLE")
 
     asked.clear()
+    with monkeypatch.context() as patch:  # NVSHMEM is needed across domains alone
+        patch.setattr(ahead, "no_device_library", lambda: "NVSHMEM is not installed")
+        assert main(["compile", *SIZES, "--arch", "sm_90a", "--domain-size", "1"]) == 2 and not asked
+        assert "NVSHMEM is not installed" in capsys.readouterr().err
+        assert main(["compile", *SIZES, "--arch", "sm_90a"]) == 0 and asked
+
+    asked.clear()
     ways = ["--format", "e4m3/32/mx=packed", "--format", "wire:e4m3/row/fp32"]
     assert main(["compile", *SIZES, "--arch", "sm_100a", "--latency-max-tokens", "16", *ways]) == 0
     wanted = all_kernels(config, [("e4m3/32/mx", "packed"), ("wire:e4m3/row/fp32", "")])
