@@ -46,7 +46,7 @@ class RemoteTraceback(Exception):
 
 
 def run_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, return_exceptions: bool = False
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, return_exceptions: bool = False
 ) -> list[Any]:
     """Call ``fn(*args)`` on every rank and return the results in rank order.
 

@@ -166,10 +166,10 @@ def test_nobody_else_reaches_the_store_of_a_launch(tmp_path: Path, monkeypatch: 
     assert all(address.partition(":")[0] in local for address in listening), listening
 
 
+@pytest.mark.timeout(250)
 @pytest.mark.usefixtures("forked")
 def test_a_failing_rank_ends_the_waiting_one() -> None:
-    """A rank that fails ends the one that waits for it, whose barrier alone would wait for 300 s, as long as a test may
-    take."""
+    """A rank that fails ends the one that waits for it, whose barrier alone would wait for 300 s."""
     with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="(?s)Process 1 .*ValueError: no good"):
         launch(fail_on_rank_one, 2)
 

@@ -83,7 +83,7 @@ def _order_of_every_collective(tokens, grad):
 
 @pytest.mark.parametrize("tokens, grad", [(0, True), pytest.param(5, True, marks=pytest.mark.drawn), (0, False)])
 def test_every_collective_keeps_its_place(tokens, grad):
-    (found,) = run_ranks(1, _order_of_every_collective, tokens, grad, timeout=300)
+    (found,) = run_ranks(1, _order_of_every_collective, tokens, grad, timeout=550)
     (expected, names), (results, graphs) = found
     assert len(names) == (30 if grad else 18) and len(graphs) == 1 + grad
     assert [name for graph in graphs for name in graph] == names
@@ -132,7 +132,7 @@ def _beside_eager(tokens, compiled, grad, generate):
     ],
 )
 def test_compiled_ranks_beside_eager_ones(tokens, compiled, grad, generate):
-    for got, expected in run_ranks(2, _beside_eager, tokens, compiled, grad, generate, timeout=300):
+    for got, expected in run_ranks(2, _beside_eager, tokens, compiled, grad, generate, timeout=550):
         torch.testing.assert_close(got, expected)
 
 

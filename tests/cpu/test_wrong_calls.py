@@ -35,7 +35,7 @@ def test_2000_wrong_arguments() -> None:
 
 
 def check(count: int, mode: str) -> None:
-    found = run_ranks(2, run_calls, fresh_seed(), count, mode, timeout=300)
+    found = run_ranks(2, run_calls, fresh_seed(), count, mode, timeout=550)
     assert found == [[], []], "\n".join(sum(found, []))
 
 
