@@ -107,7 +107,7 @@ def test_autocast_around_a_layer(dtype: torch.dtype, compiled: bool) -> None:
             out = run(x.to(dtype))
             mixed = comm.dispatch(x.half(), torch.tensor([0, 1]).expand(2, 4, 2))
         assert mixed.x.dtype == dtype and out.shape == x.shape
-        torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05)
+        assert (out.float() - expected).norm() < 0.03 * expected.norm()
         out.float().sum().backward()
         assert layer.router.weight.grad is not None and layer.router.weight.grad.dtype == torch.float32
 
@@ -116,7 +116,7 @@ def test_autocast_around_a_layer(dtype: torch.dtype, compiled: bool) -> None:
         run = torch.compile(wide, fullgraph=True, backend="aot_eager") if compiled else wide
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out = run(x.to(dtype))
-        torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05)
+        assert (out.float() - expected).norm() < 0.03 * expected.norm()
         out.float().sum().backward()
         for own, given in zip(wide.experts.parameters(), layer.experts.parameters(), strict=True):
             assert own.grad is not None and given.grad is not None and own.grad.dtype == torch.float32
