@@ -23,7 +23,7 @@ WIDE, FEW, MANY = 256, 8, 40  # numbers of a token; tokens of a rank in low-late
 class Absent:
     """Finds modules that SGLang imports and that need a GPU or other builds, and gives them any attribute."""
 
-    names = ("torchvision", "decord", "av", "sgl_kernel", "torchcodec")
+    names: tuple[str, ...] = ("torchvision", "decord", "av", "sgl_kernel")
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name.partition(".")[0] in self.names:
@@ -55,6 +55,9 @@ def server(fp8: bool, mode: str, tbo: bool = False) -> Iterator[Any]:
     """The plugin in this process, with a server's settings. Yields a function that makes a layer's dispatcher."""
     if not any(isinstance(finder, Absent) for finder in sys.meta_path):
         sys.meta_path.insert(0, Absent())  # type: ignore[arg-type]
+        from transformers import AutoProcessor  # noqa: F401
+
+        Absent.names += ("torchcodec",)  # not before: transformers asks for the version of one that it finds
     os.environ["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
     from sglang.srt.layers.moe.fused_moe_triton import layer
     from sglang.srt.layers.moe.token_dispatcher import deepep

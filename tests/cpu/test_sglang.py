@@ -220,7 +220,9 @@ def too_many() -> None:
                 topk = SimpleNamespace(topk_ids=right.idx, topk_weights=right.weights)
                 out = layer.dispatch(hidden_states=right.x, topk_output=topk, **batch)
                 check(right, layer.combine(combine_input=of_experts(out), **batch), False)
-                for comm in {inner._get_impl().comm for inner in layer._inners}:
+                for comm in dict.fromkeys(
+                    inner._get_impl().comm for inner in layer._inners
+                ):  # in one order on all ranks
                     comm.destroy()
 
 
