@@ -169,9 +169,9 @@ def test_where_each_rank_was_is_told(tmp_path: Path) -> None:
     (tmp_path / "test_hangs.py").write_text(HANGS)
     (tmp_path / "tool.py").write_text(TOOL)
     under = f"{sys.executable} {tmp_path}/tool.py {tmp_path}/found-%p.txt"
-    code, found, said = run(tmp_path, "--ranks", "2", "--patience", "4", "--under", under)
+    code, found, said = run(tmp_path, "--ranks", "2", "--patience", "10", "--under", under)
     (test,) = found["stages"][0]["tests"]
-    assert code == 1 and test["outcome"] == "failed" and "no news for 4 s" in test["text"], said
+    assert code == 1 and test["outcome"] == "failed" and "no news for 10 s" in test["text"], said
     places = [line for line in test["text"].splitlines() if " was in " in line]
     assert len(places) == 2, said
     line = 1 + HANGS.splitlines().index("    time.sleep(600)")
