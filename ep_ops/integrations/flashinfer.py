@@ -152,5 +152,5 @@ class EpOpsCommunication(MoEEpCommunication):
             return
         self._destroyed = True
         _users[self.comm.name] -= 1
-        if not _users[self.comm.name] and not self.comm.destroyed:
+        if not _users[self.comm.name]:
             self.comm.destroy()

@@ -171,6 +171,14 @@ def rejected() -> None:
         fp8.dispatch(x, ids, weights)
     made.destroy(), fp8.destroy()
     assert made.comm.destroyed
+    halves = ours.EpOpsCommunication(
+        bootstrap(), parameters("FP16", dtype=torch.float16), ours.EpOpsConfig(options={"timeout": 33.0})
+    )
+    assert (halves.comm.dtype, halves.comm.config.timeout) == (torch.float16, 33.0)
+    got = halves.dispatch(x.half(), ids, weights)
+    assert torch.equal(halves.combine(got.hidden_states), x.half())
+    halves.comm.destroy()  # by the program
+    halves.destroy()
 
 
 def test_what_is_rejected() -> None:
