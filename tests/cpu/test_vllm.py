@@ -287,11 +287,11 @@ def layer(prepare_finalize: Any, comm: Communicator, given: list[Tensor], on_inp
 
 def by_hand(form: str, how: str) -> None:
     rank = dist.get_rank()
-    for top_k, on_input in ((TOP_K, False), (1, True)):
-        with communicator(top_k=top_k) as comm:
+    for top_k, on_input, dtype in ((TOP_K, False, torch.float32), (1, True, torch.float32), (1, True, torch.bfloat16)):
+        with communicator(top_k=top_k, dtype=dtype) as comm:
             prepare_finalize = made(form, comm)
             for seed in range(2):
-                given = inputs(rank, top_k, seed=seed)
+                given = inputs(rank, top_k, dtype, seed)
                 got = layer(prepare_finalize, comm, given, on_input, how)
                 x, weights, ids = given
                 if on_input:  # an expert's output is not linear in its input
@@ -338,6 +338,7 @@ def fp8(form: str, kind: str) -> None:
     _, weights, ids = inputs(dist.get_rank())
     form_of_numbers = {"block": "128/fp32", "block packed": "128/pow2", "token": "row/fp32"}
     if kind == "static":
+        x[0, :2] = torch.tensor([20.0, -20.0])  # beyond what codes hold
         plain = (x / 0.02).clamp(-448, 448).to(torch.float8_e4m3fn).float() * 0.02
     else:
         codes, numbers = quantized.quantized(x, form_of_numbers[kind])
@@ -496,6 +497,9 @@ def test_what_is_rejected(vllm: None) -> None:
                 NotImplementedError, match="quant_dtype torch.float8_e4m3fn, block_shape None, .*no a1_"
             ):
                 prepare_finalize.prepare(x, weights, ids, EXPERTS, None, False, fp8, False)
+            blocks = FusedMoEQuantConfig.make(torch.float8_e4m3fn, block_shape=[64, 64])
+            with pytest.raises(NotImplementedError, match=r"block_shape \[64, 64\], .*; allowed: None, or float8"):
+                prepare_finalize.prepare(x, weights, ids, EXPERTS, None, False, blocks, False)
             with pytest.raises(ValueError, match="num_experts is 7; communicator .* has 6"):
                 prepare_finalize.prepare(x, weights, ids, 7, None, False, unquantized(), False)
             with pytest.raises(ValueError, match=r"shape \(5, 3\); with apply_router_weight_on_input .* \[T, 1\]"):

@@ -170,7 +170,15 @@ def choices() -> None:
         make = all2all_utils.maybe_make_prepare_finalize
         got = make(configuration(**batched), unquantized(), None, True)
         assert type(got).__name__ == "BatchedPrepareAndFinalize"
+        assert got._comms[0].max_tokens_per_rank == MOST and got.max_num_tokens_per_rank() == MOST
+        chosen = configuration(sp_size=2)
+        object.__setattr__(chosen, "moe_backend", "batched_triton")  # whose experts take it, too
+        got = make(chosen, unquantized(), None, True)
+        assert (type(got).__name__, got._sp_size) == ("BatchedPrepareAndFinalize", 2)
         theirs = make.__wrapped__
+        passes: Any = SimpleNamespace(use_all2all_kernels=True, use_passthrough_all2all=True)
+        with mock.patch.object(make, "_theirs", mock.create_autospec(theirs, return_value="theirs")):
+            assert make(SimpleNamespace(moe_parallel_config=passes), unquantized(), None, True) == "theirs"
         manager = SimpleNamespace(world_size=2, dp_world_size=2)
         for given, text in ((dict(use_monolithic=True), "route tokens themselves"), ({}, "do not use vLLM's modular")):
             asked: dict[str, Any] = dict(allow_new_interface="use_monolithic" in given, **given)
