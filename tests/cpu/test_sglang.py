@@ -15,7 +15,7 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_cases import RANKS, Given, draw
+from deep_ep_cases import EXPERTS, RANKS, Given, draw
 from ranks import run_ranks
 from sglang_cases import FEW, MANY, WIDE, check, extending, of_experts, server
 
@@ -48,6 +48,8 @@ def layers(steps: list[list[Given]], fp8: bool, mode: str) -> None:
                             hidden_states=one.x,
                             topk_output=SimpleNamespace(topk_ids=one.idx, topk_weights=one.weights),
                         )
+                        if hasattr(out, "expected_m"):  # rows of an expert on average, rounded up
+                            assert out.expected_m == 1 + len(one.x) * RANKS * one.idx.shape[1] // EXPERTS
                         check(one, layer.combine(combine_input=of_experts(out)), fp8)
                     part = inner._get_impl()
                 comms.add(part.comm)
@@ -55,6 +57,7 @@ def layers(steps: list[list[Given]], fp8: bool, mode: str) -> None:
                     part._taken()
         (comm,) = comms  # of all layers and modes
         assert comm.max_tokens_per_rank == (FEW if mode == "low_latency" else MANY)
+        assert comm.config.latency_max_tokens == 256 > FEW
         comm.destroy()
 
 
@@ -64,6 +67,32 @@ def test_layers(sglang: None, fp8: bool, mode: str) -> None:
     seed = cases.fresh_seed()
     steps = [draw(seed + i, tokens) for i, tokens in enumerate([(5, 7), (8, 3), (4, 0), (0, 6)])]
     run_ranks(RANKS, layers, steps, fp8, mode, **run)
+
+
+def packed() -> None:
+    """Dispatch for DeepGEMM on a Blackwell GPU."""
+    from sglang.srt.layers import deep_gemm_wrapper as wrapper
+
+    one = wide(draw(3, (FEW,) * RANKS)[dist.get_rank()])
+    given = dict(hidden_states=one.x, topk_output=SimpleNamespace(topk_ids=one.idx, topk_weights=one.weights))
+    with server(True, "low_latency") as make, extending(False):
+        layer = make()
+        layer.set_quant_config({"weight_dtype": torch.float8_e4m3fn})
+        for jit, blackwell in ((True, True), (True, False), (False, True)):
+            with mock.patch.multiple(wrapper, ENABLE_JIT_DEEPGEMM=jit, DEEPGEMM_BLACKWELL=blackwell):
+                out = layer.dispatch(**given)
+                scales = out.hidden_states_scale
+                expected = (torch.int32, 1) if jit and blackwell else (torch.float32, WIDE // 128)
+                assert (scales.dtype, scales.shape[-1]) == expected
+                (inner,) = layer._inners
+                part = inner._get_impl()
+                part._taken()
+        part.comm.destroy()
+
+
+def test_scales_for_blackwell(sglang: None) -> None:
+    """Rows have four exponents in a word if DeepGEMM takes them so, else scales in float32."""
+    run_ranks(RANKS, packed, **run)
 
 
 def operators() -> list[list[str]]:
