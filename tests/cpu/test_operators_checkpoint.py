@@ -12,7 +12,7 @@ from ranks import run_ranks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ep_ops.nn import DenseMoE, MoELayer, Router, interleave
-from ep_ops.operators import OPERATORS, SAVE_FOR_CHECKPOINT
+from ep_ops.operators import OPERATORS, SAVE_FOR_CHECKPOINT, recomputation
 
 FORWARD, BACKWARD = ["dispatch", "combine"], ["combine_backward", "dispatch_backward"]
 
@@ -20,6 +20,20 @@ FORWARD, BACKWARD = ["dispatch", "combine"], ["combine_backward", "dispatch_back
 def test_every_operator_that_gradients_flow_through_is_listed():
     others = {op.name for op in OPERATORS} - {op._opname for op in SAVE_FOR_CHECKPOINT}
     assert others == {*BACKWARD} | {f"{name}_{part}" for name in BACKWARD for part in ("start", "wait")}
+
+
+def test_which_ids_are_those_of_the_forward_pass():
+    """Ids in the same memory are others if some tokens are left out, or if they were changed in place."""
+    ids = toy.inputs(4)[1]
+    version = ids._version
+    for same in (ids, ids.view(4, 2), ids.clone()):
+        recomputation.compare(same, ids, version)
+    for other in (ids[:3], ids[:0], ids + 1):
+        with pytest.raises(RuntimeError, match="topk_idx differs from the expert ids of the forward pass"):
+            recomputation.compare(other, ids, version)
+    ids.add_(1)
+    with pytest.raises(RuntimeError, match="topk_idx differs from the expert ids of the forward pass"):
+        recomputation.compare(ids, ids, version)
 
 
 def test_hooks_of_a_program_stay_in_their_order():
