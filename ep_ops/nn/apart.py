@@ -26,6 +26,8 @@ except ImportError:  # then FSDP2 is not checked
 
 _checked: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]] = weakref.WeakKeyDictionary()
 """Modules of experts that were checked: FSDP2's groups of parameters around each one, and the `_state_of` it then."""
+_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules of experts whose users were warned of casts."""
 
 
 def names_apart(module: Any) -> list[str]:
@@ -125,12 +127,14 @@ def _state_of(module: Any, groups: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _warn_of_casts(module: Any) -> None:
-    """Warn if FSDP2 rounds the routing weights that are passed to a module of experts, which it shards separately with
-    mixed precision."""
+    """Warn once if FSDP2 rounds the routing weights that are passed to a module of experts, which it shards separately
+    with mixed precision."""
     reference: Any = _states.get(module)
     policy = getattr(reference() if reference is not None else None, "_mp_policy", None)
     exact, given = module.comm.weights_dtype, getattr(policy, "param_dtype", None)
-    if given not in (None, exact, torch.float64) and getattr(policy, "cast_forward_inputs", False):
+    casts = given not in (None, exact, torch.float64) and getattr(policy, "cast_forward_inputs", False)
+    if casts and module not in _warned:
+        _warned.add(module)
         warnings.warn(
             f"FSDP2 casts the inputs of {type(module).__name__} to {given}, which rounds the routing weights; pass"
             " MixedPrecisionPolicy(cast_forward_inputs=False) to fully_shard of this module",
