@@ -98,6 +98,7 @@ def token_major_rows(
     dropped = received.dropped + lists.dropped
     if comm.overflowed is not None:
         comm.overflowed.add(lists.dropped)
+    # On token-major rows the kernels for few rows have no gradient, not even with gemms="memory".
     if chosen._replace(gradients=False).runs_few_rows(received, w_in, w_out):
         segments = Segments(lists.offs, lists.counts, lists.alignment)
         share = route.max_tokens, local_idx.shape[1], chosen.ranks

@@ -75,7 +75,8 @@ def test_devices_do_not_share_a_communicator(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(communicator, "_shared", {})
     sizes = {name: size for name, size in SIZES.items() if name != "device"}
     made = [Unmade.shared(device=device, **sizes) for device in ("cuda:0", "cuda:1", "cuda:0")]
-    assert [one.asked for one in made] == ["cuda:0", "cuda:1", "cuda:0"] and made[0] is made[2] is not made[1]
+    assert [comm.asked for comm in made] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert made[0] is made[2] and made[0] is not made[1]
 
 
 @pytest.mark.parametrize(("changed", "text"), [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import types
 from typing import Any
 
 import cases
@@ -20,6 +21,7 @@ from ep_ops import nn
 from ep_ops.integrations import quack
 from ep_ops.nn import expert_lists, gather_rows, reduce_rows
 from ep_ops.nn.sums import copy_rows, sum_rows
+from ep_ops.nn.token_major import How, Rows, _lists
 
 NAN = float("nan")
 
@@ -205,3 +207,17 @@ def test_quacks_products(alignment: int, monkeypatch: pytest.MonkeyPatch) -> Non
         quack.gather_mm(x[:3], w, lists)
     with pytest.raises(ValueError, match="w has 5 experts; allowed: 4, which the lists have"):
         quack.gather_mm(x, torch.randn(5, 8, 6), lists)
+
+
+@pytest.mark.parametrize("held", range(5))
+@pytest.mark.parametrize("rows", [0, 6])
+def test_places_without_a_bound(rows: int, held: int) -> None:
+    """There is room for all that distinct ids of the rows can name, in lists padded to a multiple of 4, and no more."""
+    comm: Any = types.SimpleNamespace(num_local_experts=held, alignment=4)
+    ids = torch.full((rows, 3), -1, dtype=torch.int32)
+    named = min(held, 3)
+    ids[:, :named] = torch.arange(named)
+    lists = _lists(ids, comm, How(Rows("token_major")))
+    most = -(-rows // 4) * 4 * held if held < 3 else (rows * 3 + min(held, rows * 3) * 3) // 4 * 4
+    assert lists.rows.shape[0] <= max(most, 4) and not lists.dropped.any()
+    assert lists.counts.tolist() == [rows] * named + [0] * (held - named)

@@ -4,7 +4,6 @@ what backward keeps, eager and compiled."""
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -28,7 +27,6 @@ import ep_ops
 from ep_ops.backends.cute.tuning import Row
 from ep_ops.nn import TORCH, Computed, Experts, MoELayer, expert_mlp, interleave, keep_experts_apart, quack_mm
 from ep_ops.nn.live_rows import SWIGLU_WEIGHTED_BACKWARD
-from ep_ops.nn.token_major import How, Rows, _lists
 from ep_ops.operators import SAVE_FOR_CHECKPOINT
 
 LATE = TORCH._replace(late=True)
@@ -460,20 +458,6 @@ def test_rejections() -> None:
         ]:
             with pytest.raises(ValueError, match=text):
                 made(**options)
-
-
-@pytest.mark.parametrize("held", range(5))
-@pytest.mark.parametrize("rows", [0, 6])
-def test_places_without_a_bound(rows: int, held: int) -> None:
-    """There is room for all that distinct ids of the rows can name, in lists padded to a multiple of 4, and no more."""
-    comm: Any = types.SimpleNamespace(num_local_experts=held, alignment=4)
-    ids = torch.full((rows, 3), -1, dtype=torch.int32)
-    named = min(held, 3)
-    ids[:, :named] = torch.arange(named)
-    lists = _lists(ids, comm, How(Rows("token_major")))
-    most = -(-rows // 4) * 4 * held if held < 3 else (rows * 3 + min(held, rows * 3) * 3) // 4 * 4
-    assert lists.rows.shape[0] <= max(most, 4) and not lists.dropped.any()
-    assert lists.counts.tolist() == [rows] * named + [0] * (held - named)
 
 
 def test_drops_are_reported() -> None:

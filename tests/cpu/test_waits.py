@@ -93,7 +93,7 @@ def differ(rank: int) -> list[str]:
 
 
 def skips(rank: int) -> list[str]:
-    """Rank 1 calls `destroy` in the place of the second dispatch, which rank 0 calls then."""
+    """Rank 0 calls a second dispatch, and rank 1 calls `destroy` instead."""
     comm = on_a_group("skipped", 60.0)
     with Warnings() as texts, soon(0.1):
         given, said = toy.inputs(5, seed=rank), []

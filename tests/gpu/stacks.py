@@ -9,7 +9,7 @@ from pathlib import Path
 
 SIGNAL = signal.SIGUSR1
 INNERMOST, MOST = 3, 12
-"""Number of frames that are told whatever they belong to, and of all that are told."""
+"""The innermost frames are listed even if they are those of a library; at most MOST frames are listed."""
 THREAD = re.compile(r"^(?:Current thread|Thread) 0x.*:$", re.M)
 LIBRARY = re.compile(r"/lib/python|/site-packages/|^<")
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
