@@ -131,7 +131,7 @@ def local_part(module: Any, weight: Tensor) -> Tensor:
 
 
 class _LocalGradient(torch.autograd.Function):
-    """The identity, whose backward divides the gradient and makes it contiguous.
+    """The identity, whose backward divides the gradient and gives it the strides that :func:`experts_dtensor` states.
 
     The gradient becomes a DTensor. If its strides differ from those of the parameter, accumulating it may redistribute
     it, which is collective, but strides can differ on one rank alone, such as a rank without experts.
@@ -139,12 +139,14 @@ class _LocalGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, divisor: int) -> Tensor:
-        ctx.divisor = divisor
+        ctx.divisor, ctx.transposed = divisor, transposed(weight)
         return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad if ctx.divisor == 1 else grad / ctx.divisor
+        if ctx.transposed:
+            return grad.transpose(1, 2).contiguous().transpose(1, 2), None
         if grad.numel() and grad.is_contiguous():
             return grad, None
         return grad.clone(memory_format=torch.contiguous_format), None  # an empty tensor can have strides of 0
@@ -231,8 +233,14 @@ def experts_dtensor(comm: Communicator, local: Tensor) -> Tensor:
         return local
     unsupported.watch()
     shape = torch.Size((comm.num_experts, *local.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+    like = torch.empty(shape, device="meta")
+    like = like.transpose(1, 2).contiguous().transpose(1, 2) if transposed(local) else like
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=like.stride())
+
+
+def transposed(weight: Tensor) -> bool:
+    """Return whether matrices [El, M, N] are the transpose of contiguous ones, and not contiguous themselves."""
+    return weight.dim() == 3 and not weight.is_contiguous() and weight.transpose(1, 2).is_contiguous()
 
 
 def local_slices(weight: Tensor) -> tuple[Tensor, tuple[slice, ...]]:

@@ -24,6 +24,7 @@ from torch import Tensor
 from ep_ops import inputs
 from ep_ops.communicator import Communicator
 from ep_ops.formats import Segments
+from ep_ops.nn.expert_module import transposed
 from ep_ops.nn.few_rows import few_rows
 from ep_ops.nn.gemms import Choice
 from ep_ops.nn.grouped import Gated, Gemms
@@ -223,8 +224,7 @@ class _TokenMajor(torch.autograd.Function):
 
 def _gated(gemms: Gemms, w_in: Tensor) -> Gated | None:
     """Return the GEMMs with SwiGLU in their epilogues, if they take w_in."""
-    transposed = not w_in.is_contiguous() and w_in.transpose(1, 2).is_contiguous()
-    return gemms.gated if transposed else None
+    return gemms.gated if transposed(w_in) else None
 
 
 def _after(ints: Tensor, grad: Tensor) -> Tensor:

@@ -421,6 +421,41 @@ def test_parametrization_that_transposes() -> None:
         assert [name for name, _ in called] == ["gated", "gemm", "gated_gradient", "gemm", "gemm", "gemm"]
 
 
+def _strides(num_experts: int) -> None:
+    """Gradients of matrices that are the transpose of contiguous ones are what the GEMM has written."""
+    quacks.install(mock.Mock(setattr=setattr), checks=False)
+    run, written = quack_mm.gemm, set[int]()
+
+    def gemm(*args: Any, **how: Any) -> None:
+        run(*args, **how)
+        written.add(args[2].data_ptr())
+
+    quack_mm.gemm = gemm
+    with ep_ops.Communicator(**SIZES | {"num_experts": num_experts, "top_k": 1}, dtype=torch.float64) as comm:
+        experts = Experts(comm, F, rows="token_major", gemms=QUACK, dtype=torch.float64)
+        mine = experts.w_in.to_local().detach()
+        experts.w_in = nn.Parameter(experts.from_local(quacks.transposed(mine)))
+        for name in ("w_in", "parametrizations.w_in.original"):
+            written.clear()
+            x, idx = torch.randn(TOKENS, H, dtype=torch.float64), torch.arange(TOKENS)[:, None] % num_experts
+            experts(x, idx, torch.rand(TOKENS, 1, dtype=torch.float64)).sum().backward()
+            parameter = experts.get_parameter(name)
+            assert parameter.grad is not None and parameter.grad.stride() == parameter.stride()
+            own, local = parameter.grad.to_local(), parameter.to_local()
+            if comm.num_local_experts:
+                assert own.stride() == local.stride() and parameter.stride()[1:] == local.stride()[1:]
+                assert own.data_ptr() in written
+            if name == "w_in":
+                experts.w_in = nn.Parameter(experts.from_local(mine.clone()))
+                register_parametrization(experts, "w_in", Transposed())
+
+
+def test_gradients_are_not_transposed() -> None:
+    """On several ranks, of which one may have no experts, gradients keep the strides in which they were computed."""
+    for num_experts in (3, 1):
+        run_ranks(2, _strides, num_experts)
+
+
 # ---------------------------------------------------------------------- ranks that differ, and what is rejected
 
 
