@@ -94,4 +94,8 @@ def _wire_device(group: Any, device: torch.device) -> torch.device:
     if group is None or dist.get_backend(group) == "gloo":
         return torch.device("cpu")
     served = {kind.type for kind in group._device_types}
-    return device if device.type in served else torch.device("cpu")
+    if device.type in served:
+        return device
+    if "cpu" in served or "cuda" not in served:
+        return torch.device("cpu")
+    return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ep_ops import backends
-from ep_ops.arguments import group_of
+from ep_ops.arguments import device_of, group_of
 from ep_ops.communicator import Communicator, together
 from ep_ops.config import most_token_rows
 from ep_ops.formats import round_up
@@ -68,8 +68,12 @@ class MoECommunicator:
 
     def __init__(self, config: MoECommunicatorConfig, *, device: torch.device | str | int | None = None) -> None:
         check_types(MoECommunicatorConfig, config=config)
-        exchange = Exchange(group_of(config.group), torch.device("cpu"))
-        problem = config.problem_of_layer()
+        problem, at = config.problem_of_layer(), torch.device("cpu")
+        try:
+            at = device_of(device)
+        except ValueError as error:  # raised after the other ranks have been informed
+            problem = str(error)
+        exchange = Exchange(group_of(config.group), at)
         mine = 0 if problem else placements.checksum(config.placement)
         with exchange.turn:
             found = meeting.meet(exchange, "create MoECommunicator", problem=problem, values=(mine,))

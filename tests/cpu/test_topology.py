@@ -8,6 +8,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from ep_ops.group.topology import (
     pair_without_nvlink,
     rails_of,
 )  # fmt: skip
+from ep_ops.moe import MoECommunicator, MoECommunicatorConfig, communicator
 
 RACK, OTHER = Fabric("c0ffee", 1), Fabric("c0ffee", 2)
 
@@ -295,6 +297,44 @@ def agreed_latency() -> int | None:
         return creation.agree(exchange, own, None, None, 132).latency_max_tokens
     finally:
         creation.gpu_facts = true_facts
+
+
+@pytest.mark.parametrize(("served", "bound", "device", "expected"), [
+    (("cuda",), None, "cpu", "cuda:3"), (("cuda",), "cuda:1", "cpu", "cuda:1"),
+    (("cuda",), "cuda:1", "cuda:2", "cuda:2"), (("cpu", "cuda"), "cuda:1", "cpu", "cpu"),
+    (("cpu",), None, "cuda:2", "cpu"),
+])  # fmt: skip
+def test_device_of_collectives(
+    served: tuple[str, ...], bound: str | None, device: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors go by a device that the process group serves: NCCL's groups do not send those of the CPU."""
+    group = mock.Mock(
+        _device_types=[torch.device(kind) for kind in served], bound_device_id=bound and torch.device(bound)
+    )
+    for name, value in (("get_backend", "nccl"), ("get_world_size", 2), ("get_rank", 0)):
+        monkeypatch.setattr(dist, name, lambda group, value=value: value)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert Exchange(group, torch.device(device)).wire_device == torch.device(expected)
+
+
+def test_creation_uses_the_given_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MoECommunicator compares configurations by the device that it is given, of which NCCL takes one for each rank."""
+    used = []
+
+    class Stop(Exception):
+        pass
+
+    def exchange(group: Any, device: torch.device) -> Any:
+        used.append(device)
+        raise Stop
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(communicator, "Exchange", exchange)
+    config = MoECommunicatorConfig(num_experts=4, hidden_size=8, top_k=2, max_tokens_per_rank=4)
+    with pytest.raises(Stop):
+        MoECommunicator(config, device="cuda:2")
+    assert used == [torch.device("cuda", 2)]
 
 
 def test_without_a_driver() -> None:
