@@ -469,7 +469,7 @@ def test_who_is_missing_is_told(missing, seed, together):
         pytest.skip("nobody to wait for")
     config = size_config(120)
     comm = ep_ops.Communicator(
-        backend="cute", name=f"missing/{missing}", device="cuda", timeout=1.0 * TURNS, latency_max_tokens=8, **config
+        backend="cute", name=f"missing/{missing}", device="cuda", timeout=1.0 * TURNS, latency_max_tokens=None, **config
     )
     comm.warmup()
     idx = random_route(seed, 3)
