@@ -65,7 +65,8 @@ class ExpertModule(nn.Module):
         """Return the DTensor of all experts whose shard on this rank is ``local`` [El, ...]; on one rank, ``local``.
 
         Use it for all parameters with one entry for each expert, such as matrices, biases and adapters, and for such
-        buffers: torch.distributed.checkpoint saves an ordinary tensor of one rank only. Differentiable.
+        buffers: torch.distributed.checkpoint saves an ordinary tensor of one rank only. Differentiable. Gradients of
+        matrices that are the transpose of contiguous ones, on all ranks, have the same strides.
 
         Raises:
             ValueError: the communicator does not split experts as DTensors do, or :meth:`Communicator.shrink` has
