@@ -179,6 +179,10 @@ class Pull(Kernel):
         (buffers, barriers), targets, sources, known, lost, found = shared
         if thread_id() == 32 * shape.warps:  # in the warp that has time for it
             always, most = counts
+            # In a surplus block other warps may still load the word after its first store (`kernel`). Nothing orders
+            # those loads with this store, which racecheck reports. Both stores are of one value: they compute it from
+            # the same arguments and lists, which do not change, and add nothing if the route is lost. So every load
+            # returns that value, whichever store it observes.
             found[0] = always + surplus_blocks(ranks, args, always, most, 1.0)
         if lost[0] != 0:
             pass  # reported; without a route nothing can be moved

@@ -60,34 +60,48 @@ TESTS = {
 """Small tests by the number of ranks."""
 
 EXPECTED = {
-    "ep_pull": {"Write, Read": 4},
-    "ep_pull_scaled": {"Write, Read": 1},
-    "ep_combine": {"Read, Write": 3, "Write, Read": 3},
+    "Pull": {"Write, Read": 4, "Read, Write": 2},
+    "PullScaled": {"Write, Read": 1},
+    "Combine": {"Write, Read": 4, "Read, Write": 4},
+    "CombineAcross": {"Write, Read": 5, "Read, Write": 10},
+    "Publish": {"Write, Read": 1},
+    "PublishTokens": {"Write, Read": 3, "Read, Write": 2},
 }
-"""Hazards in shared memory that racecheck reports although accesses are ordered, or store equal values: for each kernel
-and pair of accesses the number of instructions that begin such a pair. They are begin_walk (cute_kernels/arrivals.py),
-in all three, and the outbox (cute_kernels/throughput/outbox.py) in ep_combine, which say why. Compiled kernels whose
-names agree in what the DSL keeps of them count together, as two of ep_pull do."""
+"""Hazards in shared memory that racecheck reports although accesses are ordered, or store equal values: for each class
+of kernels and pair of accesses, how many instructions begin such a pair at most in kernels of one name. The DSL cuts
+names short, and as many as six kernels of these tests have the same.
+
+They are at three places, which say why:
+
+- `begin_walk` (cute_kernels/arrivals.py): its store comes before loads of other warps, in all but publish kernels.
+- `Pull.take_part` (cute_kernels/throughput/pull.py): `found` is loaded before it is stored again. It is reported at
+  times, since it needs a surplus block that takes part.
+- The outbox (cute_kernels/throughput/outbox.py): all other pairs, in combines and in publish kernels that push rows.
+  A test whose warps post more flags may show more of its instructions."""
 
 RACE = re.compile(
-    r"Race reported between (?P<one>\w+) access at (?P<kernel>\S+?)\+(?P<at>0x[0-9a-f]+)\n"
-    r"=+\s+and (?P<other>\w+) access"
+    r"^========= \w+: Race reported between (?P<one>\w+) access at (?P<kernel>\S+)\+(?P<at>0x[0-9a-f]+).*\n"
+    r"(?P<others>(?:=+ +and \w+ access .*\n)+)",
+    re.M,
 )
-HEAD = re.compile(r"^========= (?! |COMPUTE-SANITIZER|[A-Z]+ SUMMARY|Error: Race)(.+)$", re.M)
-"""First line of a report that is none of a race."""
+CLASS = re.compile(r"_kernel_kernel_(\w+?)problem")
+"""The class of a kernel in the name that the DSL gives it."""
+HEAD = re.compile(r"^========= (?! |COMPUTE-SANITIZER|[A-Z]+ SUMMARY)(.+)$", re.M)
+"""First line of a report."""
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
 
 
 def unexpected(log: str) -> Iterator[str]:
     """Lines for what a tool reports and `EXPECTED` does not have."""
-    starts: dict[tuple[str, str, str], set[str]] = collections.defaultdict(set)
+    starts: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
     for race in RACE.finditer(log):
-        name = race["kernel"].partition("_kernel")[0]
-        starts[name, f"{race['one']}, {race['other']}", race["kernel"]].add(race["at"])
-    for (name, accesses, kernel), at in starts.items():
-        if len(at) > EXPECTED.get(name, {}).get(accesses, 0):
+        for other in re.findall(r"and (\w+) access", race["others"]):
+            starts[race["kernel"], f"{race['one']}, {other}"].add(race["at"])
+    for (kernel, accesses), at in starts.items():
+        kind = CLASS.search(kernel)
+        if len(at) > EXPECTED.get(kind[1] if kind else "", {}).get(accesses, 0):
             yield f"race of {accesses} in {kernel} at {', '.join(sorted(at))}"
-    yield from dict.fromkeys(HEAD.findall(log))
+    yield from dict.fromkeys(HEAD.findall(RACE.sub("", log)))
     if not SUMMARY.search(log):
         yield "the tool has not ended"
 
