@@ -98,29 +98,33 @@ def draw(shown: Chart, path: Path) -> None:
 
 
 def draw_decode(runs: list[dict[str, Any]], path: Path) -> None:
-    """Draw a panel for each run of `ep-ops bench decode`, two in a row: layer time divided by the floor."""
+    """Draw a panel for each model and number of GPUs, two in a row: layer time divided by the floor. Of several runs of
+    `ep-ops bench decode` that measured a layer, the one with most layers counts."""
     plt = pyplot()
     plt.rcParams.update({"svg.hashsalt": path.name, "axes.titlesize": "medium"})
-    height = -(-len(runs) // 2)
+    by_panel: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        experts, gpu = run["experts"] // run["world_size"], run["machine"]["device"].split()[1]
+        title = f"{run['model']},\n{experts} experts a GPU, {run['world_size']} × {gpu}"
+        by_panel.setdefault(title, []).append(run)
+    height = -(-len(by_panel) // 2)
     figure = plt.figure(figsize=(6, 0.6 + 2.4 * height), layout="constrained")
     panels = figure.subplots(height, 2, squeeze=False, sharey=True).flatten()
     shown = {}
-    for panel, run in zip(panels, runs, strict=False):
-        tokens = [result["tokens"] for result in run["results"]]
+    for panel, (title, same) in zip(panels, by_panel.items(), strict=False):
+        same = sorted(same, key=lambda run: -len(run["results"][0]))
         for name, (what, color) in DECODE.items():
-            if all(name in result for result in run["results"]):
-                ratios = [result[name] / result["floor_us"] for result in run["results"]]
+            measured = [run for run in same if all(name in result for result in run["results"])]
+            for results in [run["results"] for run in measured[:1]]:
+                tokens = [result["tokens"] for result in results]
+                ratios = [result[name] / result["floor_us"] for result in results]
                 (shown[what],) = panel.plot(tokens, ratios, "o-", color=color, markersize=4, label=what)
-        gpu = run["machine"]["device"].split()[1]
-        experts = run["experts"] // run["world_size"]
-        panel.set(
-            title=f"{run['model']},\n{experts} experts a GPU, {run['world_size']} × {gpu}", xlabel="tokens a rank"
-        )
-        log_ticks(panel, tokens)
+        panel.set(title=title, xlabel="tokens a rank")
+        log_ticks(panel, [result["tokens"] for result in same[0]["results"]])
     panels[0].set_ylim(bottom=1)  # of all
     for panel in panels[::2]:
         panel.set_ylabel("layer ÷ reading its weights")
-    for panel in panels[len(runs) :]:
+    for panel in panels[len(by_panel) :]:
         panel.set_visible(False)
     figure.legend(shown.values(), shown, loc="outside lower center", ncol=2, frameon=False)
     figure.savefig(path, metadata={"Date": None}, facecolor="white")

@@ -159,17 +159,25 @@ def test_charts(tmp_path: Path) -> None:
 
 
 def test_chart_of_decode_layers(tmp_path: Path) -> None:
-    """A panel for each run, and a line for each layer that a run has measured with all numbers of tokens."""
+    """A panel for each model and number of GPUs, and a line for each layer that a run of them has measured with all
+    numbers of tokens."""
     pytest.importorskip("matplotlib")
     results = [
         {"tokens": tokens, "floor_us": 100.0, "torch": 150.0, "memory": 104.0, "triton": 108.0, "pair": 8.0}
         for tokens in (1, 8)
     ]
     run = {"model": "qwen3-30b", "experts": 128, "machine": {"device": "NVIDIA H100 80GB HBM3"}, "results": results}
-    charts.draw_decode([{**run, "world_size": ranks} for ranks in (1, 2, 4)], tmp_path / "decode.svg")
-    text = (tmp_path / "decode.svg").read_text()
-    assert all(f"{experts} experts a GPU, {ranks} × H100" in text for experts, ranks in ((128, 1), (64, 2), (32, 4)))
-    assert "plain Triton kernels" in text and "flashinfer" not in text and "@media (prefers-color-scheme: dark)" in text
+    runs = [{**run, "world_size": ranks} for ranks in (1, 2, 4)]
+    other = [{"tokens": tokens, "floor_us": 100.0, "memory": 99.0, "vllm": 120.0} for tokens in (1, 8)]
+    texts = []
+    for more in ([], [{**run, "world_size": 1, "results": other}]):
+        charts.draw_decode([*more, *runs], tmp_path / "decode.svg")
+        texts.append((tmp_path / "decode.svg").read_text())
+        drawn = re.findall(r"(\d+) experts a GPU, (\d) × H100", texts[-1])
+        assert sorted(drawn) == [("128", "1"), ("32", "4"), ("64", "2")]
+    assert all("plain Triton kernels" in text and "flashinfer" not in text for text in texts)
+    assert ["vLLM" in text for text in texts] == [False, True]
+    assert "@media (prefers-color-scheme: dark)" in texts[0]
 
 
 def paired() -> tuple[dict[str, Any], str]:
@@ -247,6 +255,6 @@ def test_files_and_sizes_that_cannot_be_used(
 
 def test_the_chart_of_decode_layers_is_that_of_all_recorded_runs() -> None:
     runs = [json.loads(path.read_text()) for path in charts.RESULTS.glob("decode-*.json")]
-    panels = [(run["experts"] // run["world_size"], int(run["world_size"])) for run in runs]
+    panels = {(run["experts"] // run["world_size"], int(run["world_size"])) for run in runs}
     drawn = re.findall(r"(\d+) experts a GPU, (\d+) × H100", (charts.RESULTS / "decode.svg").read_text())
     assert sorted(panels) == sorted((int(experts), int(ranks)) for experts, ranks in drawn)
