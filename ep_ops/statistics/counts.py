@@ -24,28 +24,31 @@ class Counts:
     ) -> None:
         sizes = row_bytes(hidden_size, dtype.itemsize)
         self._sizes = sorted(set(sizes.values()))
-        self._lines = {format: self._sizes.index(size) for format, size in sizes.items()}
-        # A line: dispatches, rows kept, rows dropped, `Route.sources` of dispatches and of combines.
-        self._widths = (1, local_experts, local_experts, world_size + 1, world_size + 1)
-        self._combines = sum(self._widths[:4])
+        self._numbers = {format: self._sizes.index(size) for format, size in sizes.items()}
+        # Dispatches, rows kept, rows dropped, `Route.sources`; and `Route.sources` of combines.
+        self._widths = (1, local_experts, local_experts, world_size + 1)
         self._one = static_zeros(1, dtype=torch.int32, device=device).fill_(1)
-        self._sums = static_zeros(len(self._sizes), sum(self._widths), dtype=torch.int64, device=device)
+        self._dispatches, self._combines = (
+            [static_zeros(width, dtype=torch.int64, device=device) for _ in self._sizes]
+            for width in (sum(self._widths), world_size + 1)
+        )
 
     def dispatched(self, route: Route, dropped: Tensor, format: str) -> None:
         """Count a dispatch."""
         if _takes_place(route):
-            line = self._sums[self._lines[format], : self._combines]
-            line.add_(torch.cat((self._one, route.counts, dropped, route.sources)))
+            found = torch.cat((self._one, route.counts, dropped, route.sources))
+            self._dispatches[self._numbers[format]].add_(found)
 
     def combined(self, route: Route, format: str) -> None:
         """Count a combine."""
         if _takes_place(route):
-            self._sums[self._lines[format], self._combines :].add_(route.sources)
+            self._combines[self._numbers[format]].add_(route.sources)
 
     def read(self) -> tuple[int, Tensor, Tensor, Tensor, Tensor]:
         """Return ``dispatches``, ``rows``, ``dropped``, ``received`` and ``returned`` of :class:`Statistics`, without
         waiting for running kernels."""
-        dispatches, kept, dropped, sent, returned = peek(self._sums).split(self._widths, 1)
+        sums, returned = (torch.stack([peek(one) for one in lines]) for lines in (self._dispatches, self._combines))
+        dispatches, kept, dropped, sent = sums.split(self._widths, 1)
         sizes = torch.tensor(self._sizes, device="cpu")
         return int(dispatches.sum()), kept.sum(0), dropped.sum(0), (sizes @ sent).diff(), (sizes @ returned).diff()
 
