@@ -112,10 +112,10 @@ def draw_decode(runs: list[dict[str, Any]], path: Path) -> None:
     panels = figure.subplots(height, 2, squeeze=False, sharey=True).flatten()
     shown = {}
     for panel, (title, same) in zip(panels, by_panel.items(), strict=False):
-        same = sorted(same, key=lambda run: -len(run["results"][0]))
+        same = sorted(same, key=lambda run: -sum(name in run["results"][0] for name in DECODE))
         for name, (what, color) in DECODE.items():
-            measured = [run for run in same if all(name in result for result in run["results"])]
-            for results in [run["results"] for run in measured[:1]]:
+            complete = (run["results"] for run in same if all(name in result for result in run["results"]))
+            if results := next(complete, None):
                 tokens = [result["tokens"] for result in results]
                 ratios = [result[name] / result["floor_us"] for result in results]
                 (shown[what],) = panel.plot(tokens, ratios, "o-", color=color, markersize=4, label=what)

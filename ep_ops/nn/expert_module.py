@@ -14,6 +14,7 @@ from ep_ops.config import default_experts
 from ep_ops.formats import ELEMENT
 from ep_ops.nn import unsupported
 from ep_ops.nn.apart import check_averaging, check_shards, parameters_apart
+from ep_ops.nn.grouped import transposed
 
 
 class LayerNumber(int):
@@ -234,14 +235,10 @@ def experts_dtensor(comm: Communicator, local: Tensor) -> Tensor:
         return local
     unsupported.watch()
     shape = torch.Size((comm.num_experts, *local.shape[1:]))
-    like = torch.empty(shape, device="meta")
-    like = like.transpose(1, 2).contiguous().transpose(1, 2) if transposed(local) else like
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=like.stride())
-
-
-def transposed(weight: Tensor) -> bool:
-    """Return whether matrices [El, M, N] are the transpose of contiguous ones, and not contiguous themselves."""
-    return weight.dim() == 3 and not weight.is_contiguous() and weight.transpose(1, 2).is_contiguous()
+    stride = torch.empty(shape, device="meta").stride()
+    if transposed(local):
+        stride = stride[0], 1, shape[1]
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
 def local_slices(weight: Tensor) -> tuple[Tensor, tuple[slice, ...]]:

@@ -68,14 +68,14 @@ class Unmade(ep_ops.Communicator):
     """A communicator on any device, which has no backend."""
 
     def __init__(self, group: Any, config: Any, device: Any) -> None:
-        self.destroyed, self.asked = False, device
+        self.destroyed, self.given_device = False, device
 
 
 def test_devices_do_not_share_a_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(communicator, "_shared", {})
     sizes = {name: size for name, size in SIZES.items() if name != "device"}
     made = [Unmade.shared(device=device, **sizes) for device in ("cuda:0", "cuda:1", "cuda:0")]
-    assert [comm.asked for comm in made] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert [comm.given_device for comm in made] == ["cuda:0", "cuda:1", "cuda:0"]
     assert made[0] is made[2] and made[0] is not made[1]
 
 

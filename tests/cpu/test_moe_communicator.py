@@ -354,6 +354,7 @@ def rejected() -> list[str]:
     given = drawn(0, rank, MOST)
     note(lambda: communicator(mode="auto" if rank else "slow"))
     note(lambda: communicator(placement=REPLICAS if rank else REPLICAS[::-1]))
+    note(lambda: MoECommunicator(config(), device="cpu" if rank else "cuda:9"))
     with communicator(placement=REPLICAS) as moe, torch.no_grad():
         note(lambda: moe.place(REPLICAS if rank else (0, 1, 2)))
         note(lambda: moe.place(REPLICAS if rank else REPLICAS[::-1]))
@@ -403,6 +404,7 @@ def test_what_is_rejected_is_rejected_on_all_ranks() -> None:
     wanted = [
         ("mode is 'slow'", "rejected by rank 0: mode is 'slow'"),
         ("ranks disagree on placement", "ranks disagree on placement"),
+        ("device is 'cuda:9', but torch", "rejected by rank 0: device is 'cuda:9', but torch"),
         ("placement leaves out logical expert 3", "rejected by rank 0: placement leaves out"),
         ("ranks disagree on placement", "ranks disagree on placement"),
         ("placement has 5 places; allowed: 8, as configured",) * 2,

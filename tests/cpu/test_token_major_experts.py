@@ -20,7 +20,6 @@ from test_reference import communicator
 from torch import Tensor, nn
 from torch.library import opcheck
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ep_ops
@@ -386,74 +385,6 @@ def test_losses_of_60_steps() -> None:
         assert sum(grouped[-10:]) < 0.5 * sum(grouped[:10])
         worst = max(abs(a - b) / b for a, b in zip(token_major, grouped, strict=True))
         assert worst < 1e-5, worst
-
-
-class Transposed(nn.Module):
-    """Stores matrices as their transpose, as docs/training.md shows."""
-
-    def forward(self, w: Tensor) -> Tensor:
-        return w.transpose(1, 2)
-
-    def right_inverse(self, w: Tensor) -> Tensor:
-        return w.transpose(1, 2).contiguous()
-
-
-def _transposed() -> tuple[dict[str, Tensor], dict[str, Tensor], list[tuple[str, bool]]]:
-    called = quacks.install(mock.Mock(setattr=setattr), checks=False)
-    with ep_ops.Communicator(**SIZES, dtype=torch.float64) as comm:
-        x = torch.randn(TOKENS - comm.rank, H, generator=torch.Generator().manual_seed(comm.rank)).double()
-        results = []
-        for options in ({}, {"rows": "token_major", "gemms": QUACK}):
-            layer = layer_of(comm, **options)
-            if options:
-                register_parametrization(layer.experts, "w_in", Transposed())
-                layer.experts.reset_parameters()
-            results.append(trained(layer, x, layer))
-        return *results, called  # type: ignore[return-value]
-
-
-def test_parametrization_that_transposes() -> None:
-    """With a parametrization that stores w_in as [E, 2F, H], quack's GEMMs compute SwiGLU in their epilogues."""
-    for expected, got, called in run_ranks(2, _transposed):
-        stored = got.pop("experts.parametrizations.w_in.original")
-        assert stored.is_contiguous() and stored.shape[1] == 2 * F
-        torch.testing.assert_close({**got, "experts.w_in": stored.transpose(1, 2)}, expected)
-        assert [name for name, _ in called] == ["gated", "gemm", "gated_gradient", "gemm", "gemm", "gemm"]
-
-
-def _strides(num_experts: int) -> None:
-    """Gradients of matrices that are the transpose of contiguous ones are what the GEMM has written."""
-    quacks.install(mock.Mock(setattr=setattr), checks=False)
-    run, written = quack_mm.gemm, set[int]()
-
-    def gemm(*args: Any, **how: Any) -> None:
-        run(*args, **how)
-        written.add(args[2].data_ptr())
-
-    quack_mm.gemm = gemm
-    with ep_ops.Communicator(**SIZES | {"num_experts": num_experts, "top_k": 1}, dtype=torch.float64) as comm:
-        experts = Experts(comm, F, rows="token_major", gemms=QUACK, dtype=torch.float64)
-        mine = experts.w_in.to_local().detach()
-        experts.w_in = nn.Parameter(experts.from_local(quacks.transposed(mine)))
-        for name in ("w_in", "parametrizations.w_in.original"):
-            written.clear()
-            x, idx = torch.randn(TOKENS, H, dtype=torch.float64), torch.arange(TOKENS)[:, None] % num_experts
-            experts(x, idx, torch.rand(TOKENS, 1, dtype=torch.float64)).sum().backward()
-            parameter = experts.get_parameter(name)
-            assert parameter.grad is not None and parameter.grad.stride() == parameter.stride()
-            own, local = parameter.grad.to_local(), parameter.to_local()
-            if comm.num_local_experts:
-                assert own.stride() == local.stride() and parameter.stride()[1:] == local.stride()[1:]
-                assert own.data_ptr() in written
-            if name == "w_in":
-                experts.w_in = nn.Parameter(experts.from_local(mine.clone()))
-                register_parametrization(experts, "w_in", Transposed())
-
-
-def test_gradients_are_not_transposed() -> None:
-    """On several ranks, of which one may have no experts, gradients keep the strides in which they were computed."""
-    for num_experts in (3, 1):
-        run_ranks(2, _strides, num_experts)
 
 
 # ---------------------------------------------------------------------- ranks that differ, and what is rejected

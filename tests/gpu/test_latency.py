@@ -468,9 +468,7 @@ def test_who_is_missing_is_told(missing, seed, together):
     if world_size == 1:
         pytest.skip("nobody to wait for")
     config = size_config(120)
-    comm = ep_ops.Communicator(
-        backend="cute", name=f"missing/{missing}", device="cuda", timeout=1.0 * TURNS, latency_max_tokens=None, **config
-    )
+    comm = ep_ops.Communicator(backend="cute", name=f"missing/{missing}", device="cuda", timeout=1.0 * TURNS, **config)
     comm.warmup()
     idx = random_route(seed, 3)
     x, weights, *_ = draw_inputs(seed, 3, 120, 8, 1)
