@@ -14,7 +14,6 @@ from ep_ops.config import default_experts
 from ep_ops.formats import ELEMENT
 from ep_ops.nn import unsupported
 from ep_ops.nn.apart import check_averaging, check_shards, parameters_apart
-from ep_ops.nn.grouped import transposed
 
 
 class LayerNumber(int):
@@ -239,6 +238,11 @@ def experts_dtensor(comm: Communicator, local: Tensor) -> Tensor:
     if transposed(local):
         stride = stride[0], 1, shape[1]
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+def transposed(w: Tensor) -> bool:
+    """Return whether matrices w [El, M, N] are the transpose of contiguous ones, and not contiguous themselves."""
+    return w.dim() == 3 and not w.is_contiguous() and w.transpose(1, 2).is_contiguous()
 
 
 def local_slices(weight: Tensor) -> tuple[Tensor, tuple[slice, ...]]:

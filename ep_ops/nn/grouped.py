@@ -81,11 +81,6 @@ def _rows_of(e: int, x: Tensor, offs: Tensor) -> Tensor:
     return (row < offs[e]) if e == 0 else (row >= offs[e - 1]) & (row < offs[e])
 
 
-def transposed(w: Tensor) -> bool:
-    """Return whether matrices w [El, M, N] are the transpose of contiguous ones, and not contiguous themselves."""
-    return w.dim() == 3 and not w.is_contiguous() and w.transpose(1, 2).is_contiguous()
-
-
 class Gated(NamedTuple):
     """Grouped GEMMs whose epilogues compute SwiGLU and its gradient, for token-major rows and for w_in [El, H, 2F] that
     is the transpose of contiguous matrices. They read and write h, the output of the first GEMM, in an order of columns

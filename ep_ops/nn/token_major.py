@@ -24,9 +24,10 @@ from torch import Tensor
 from ep_ops import inputs
 from ep_ops.communicator import Communicator
 from ep_ops.formats import Segments
+from ep_ops.nn.expert_module import transposed
 from ep_ops.nn.few_rows import few_rows
 from ep_ops.nn.gemms import Choice
-from ep_ops.nn.grouped import Gated, Gemms, transposed
+from ep_ops.nn.grouped import Gated, Gemms
 from ep_ops.nn.late import Returning, SentTokens, taken, while_returning
 from ep_ops.nn.lists import ExpertLists, expert_lists, places_at_most
 from ep_ops.nn.live_rows import SWIGLU, SWIGLU_WEIGHTED_BACKWARD
