@@ -20,12 +20,14 @@ from . import jit
 
 PROGRAM = """
 import pickle, sys
+sys.modules["torch"] = None
 sys.path += pickle.load(sys.stdin.buffer)
 from cute_kernels import prepare
 prepare.prepare_given()
 """
 """What a process runs. It finds what the user's program finds, but the standard library first: a file next to the
-program may have the name of one of its modules."""
+program may have the name of one of its modules. It has no PyTorch, which tvm_ffi would import: that takes longer than
+the first kernel, and no kernel needs it."""
 
 
 def cores() -> frozenset[int]:

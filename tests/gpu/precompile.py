@@ -188,10 +188,36 @@ def of_clients(world_size: int, seed: int) -> list[Any]:
 def of_many(world_size: int, seed: int) -> list[Any]:
     import test_many
 
+    found: dict[Any, None] = {}
+    for count in reversed([count for count in test_many.COUNTS if count <= world_size]):
+        want = Wanted(count)
+        for config in test_many.configs(count, seed):
+            want.add(config, test_many.FEW)
+        found |= want.kernels
+    return list(found)
+
+
+def of_rejections(world_size: int, seed: int) -> list[Any]:
+    import test_rejections
+
+    from ep_ops.backends.cute.sizing import DEFAULT_TOKENS
+
     want = Wanted(world_size)
-    for config in test_many.configs(world_size, seed):
-        want.add(config, test_many.FEW)
+    if world_size > 1:
+        want.add(test_rejections.SIZES, DEFAULT_TOKENS)
     return list(want.kernels)
+
+
+def of_layers(world_size: int, seed: int) -> list[Any]:
+    import test_late_gradients
+
+    want = Wanted(world_size)
+    want.add(test_late_gradients.sizes(world_size))
+    return list(want.kernels)
+
+
+def of_token_major_layers(world_size: int, seed: int) -> list[Any]:
+    return [*of_layers(world_size, seed), *of_one_rank("test_token_major_experts")(world_size, seed)]
 
 
 def of_one_rank(module: str) -> Find:
@@ -246,12 +272,13 @@ def of_domains(world_size: int, seed: int) -> list[Any]:
 FINDS: dict[str, Find] = {
     "test_checking.py": of_checking, "test_combine_format.py": of_sums, "test_deep_ep.py": of_clients,
     "test_domains.py": of_domains, "test_failures.py": of_failures, "test_few_rows.py": of_few_rows,
-    "test_formats.py": of_formats, "test_gather.py": of_gather, "test_latency.py": of_latency,
-    "test_lists.py": of_one_rank("test_lists"), "test_live_rows.py": of_one_rank("test_live_rows"),
-    "test_many.py": of_many, "test_moe_communicator.py": of_moe, "test_overlap.py": of_latency,
-    "test_progress.py": of_progress, "test_steps.py": of_steps, "test_sums.py": of_one_rank("test_sums"),
+    "test_formats.py": of_formats, "test_gather.py": of_gather, "test_late_gradients.py": of_layers,
+    "test_latency.py": of_latency, "test_lists.py": of_one_rank("test_lists"),
+    "test_live_rows.py": of_one_rank("test_live_rows"), "test_many.py": of_many,
+    "test_moe_communicator.py": of_moe, "test_overlap.py": of_latency, "test_progress.py": of_progress,
+    "test_rejections.py": of_rejections, "test_steps.py": of_steps, "test_sums.py": of_one_rank("test_sums"),
     "test_throughput.py": of_throughput, "test_token_major.py": of_tokens,
-    "test_token_major_experts.py": of_one_rank("test_token_major_experts"),
+    "test_token_major_experts.py": of_token_major_layers,
 }  # fmt: skip
 
 
@@ -260,6 +287,11 @@ def ask(folder: Path, urgency: str, name: str, kernels: Sequence[Any]) -> None:
     part = folder / f"{name}.part"
     part.write_bytes(pickle.dumps(list(kernels)))
     part.rename(folder / f"{urgency}-{name}.kernels")
+
+
+def without_torch() -> None:
+    """In a new process: keep tvm_ffi from importing PyTorch, which no kernel needs."""
+    sys.modules["torch"] = None  # type: ignore[assignment]
 
 
 def build(kernel: Any, arch: str) -> None:
@@ -278,7 +310,7 @@ def serve(folder: Path, arch: str, processes: int) -> None:
     running = set[concurrent.futures.Future[None]]()
     failed = 0
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
+    with concurrent.futures.ProcessPoolExecutor(processes, context, without_torch) as pool:
         while not (folder / "end").exists():
             for path in sorted(folder.glob("*.kernels")):
                 for kernel in pickle.loads(path.read_bytes()):

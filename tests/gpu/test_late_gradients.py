@@ -19,6 +19,11 @@ from ep_ops.nn import TORCH, expert_mlp
 HIDDEN, INNER, TOP_K, TOKENS, HELD = 1024, 512, 4, 500, 4
 
 
+def sizes(world_size: int) -> dict[str, int]:
+    """Return the options of the communicators of layers."""
+    return dict(num_experts=HELD * world_size, hidden_size=HIDDEN, top_k=TOP_K, max_tokens_per_rank=TOKENS)
+
+
 def layer_inputs(rank: int, world_size: int) -> tuple[Tensor, ...]:
     """Return x, ids and routing weights of a rank's tokens, and w_in and w_out of its experts."""
     x = torch.randn(TOKENS - rank, HIDDEN, device="cuda").to(BF16).requires_grad_()
@@ -40,8 +45,7 @@ def test_the_same_bits(kind, how, seed, together):
     rank, world_size = ranks()
     delay = one_is_late(seed)
     torch.manual_seed(seed + rank)
-    sizes = dict(num_experts=HELD * world_size, hidden_size=HIDDEN, top_k=TOP_K, max_tokens_per_rank=TOKENS)
-    with make_comm("cute", f"late {kind} {how}", **sizes) as comm:
+    with make_comm("cute", f"late {kind} {how}", **sizes(world_size)) as comm:
         comm.warmup()
         x, idx, weights, w_in, w_out = layer_inputs(rank, world_size)
         grad, leaves = torch.randn_like(x), (x, weights, w_in, w_out)

@@ -16,6 +16,7 @@ import ep_ops
 from ep_ops.symmetric import torch_symm
 
 HIDDEN, EXPERTS, TOKENS = 64, 8, 32
+SIZES: dict[str, Any] = dict(num_experts=EXPERTS, hidden_size=HIDDEN, top_k=2, max_tokens_per_rank=512)
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +27,7 @@ def several() -> None:
 
 def make(name: str, **others: Any) -> Any:
     """With all kernels compiled and loaded."""
-    sizes: dict[str, Any] = dict(num_experts=EXPERTS, hidden_size=HIDDEN, top_k=2, max_tokens_per_rank=512)
-    comm = ep_ops.Communicator(**{**sizes, "backend": "cute", "timeout": 30.0 * TURNS, "name": name, **others})
+    comm = ep_ops.Communicator(**{**SIZES, "backend": "cute", "timeout": 30.0 * TURNS, "name": name, **others})
     comm.warmup()
     return comm
 
@@ -254,9 +254,7 @@ def test_no_memory_when_a_communicator_is_made(monkeypatch, together):
             patch.setattr(torch_symm.symm_mem, "empty", failing)
         start = time.monotonic()
         with pytest.raises(RuntimeError, match="injected"):
-            ep_ops.Communicator(
-                num_experts=EXPERTS, hidden_size=HIDDEN, top_k=2, max_tokens_per_rank=512, backend="cute"
-            )
+            ep_ops.Communicator(**SIZES, backend="cute")
         seconds = time.monotonic() - start
     with together():
         assert seconds < 15 * TURNS, seconds

@@ -13,7 +13,7 @@ from operators import make_comm, ranks
 from quacks import transposed
 from segments import segments
 from sharing import few_processes, fewer, one_rank
-from test_late_gradients import HELD, HIDDEN, TOKENS, TOP_K, layer_inputs
+from test_late_gradients import layer_inputs, sizes
 from test_latency import one_is_late
 from test_live_rows import NAMES, SIZES, close
 from torch import Tensor
@@ -66,8 +66,7 @@ def test_beside_grouped_rows(kind, how, seed, together):
     rank, world_size = ranks()
     delay = one_is_late(seed)
     torch.manual_seed(seed + rank)
-    sizes = dict(num_experts=HELD * world_size, hidden_size=HIDDEN, top_k=TOP_K, max_tokens_per_rank=TOKENS)
-    with make_comm("cute", f"experts {kind} {how}", **sizes) as comm:
+    with make_comm("cute", f"experts {kind} {how}", **sizes(world_size)) as comm:
         comm.warmup()
         x, idx, weights, w_in, w_out = layer_inputs(rank, world_size)
         if kind == "gated":

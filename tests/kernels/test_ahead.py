@@ -128,6 +128,33 @@ def test_what_other_processes_cannot_compile(monkeypatch: pytest.MonkeyPatch, tm
     prepare.prepare_all(wanted, "sm_90a", 2)
 
 
+SPY = """
+import pathlib, sys
+
+class Spy:
+    def on(self, arch):
+        pathlib.Path(__file__).with_name(arch).write_text(str(sys.modules["torch"]))
+        raise RuntimeError("not a kernel")
+"""
+
+
+def test_processes_have_no_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A process compiles kernels without importing PyTorch."""
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    (tmp_path / "ep_ops_spy.py").write_text(SPY)
+    monkeypatch.setenv("EP_OPS_CACHE_DIR", str(folder))
+    monkeypatch.syspath_prepend(tmp_path)
+    import ep_ops_spy
+
+    monkeypatch.setattr(jit, "prepared", lambda kernel, arch: False)
+    monkeypatch.setattr(prepare.random.Random, "shuffle", lambda self, given: None)
+    kernels = all_kernels(planned(CONFIG, 2))[-2:]
+    prepare.prepare_all([*kernels, ep_ops_spy.Spy()], "sm_90a", 2)
+    assert (tmp_path / "sm_90a").read_text() == "None"  # after the first of the kernels, in the same process
+    assert {path.stem for path in folder.glob("*.o")} == {jit.object_name(kernel, "sm_90a") for kernel in kernels}
+
+
 class Process:
     """Stands for a process that compiles."""
 

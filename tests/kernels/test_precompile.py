@@ -21,10 +21,8 @@ WITHOUT = {
     "test_domains_steps.py": "listed with test_domains.py",
     "test_domains_tokens.py": "listed with test_domains.py",
     "test_flights.py": "kernels of test_latency.py",
-    "test_late_gradients.py": "one configuration",
     "test_nvshmem.py": "needs an optional package",
     "test_quack.py": "needs an optional package",
-    "test_rejections.py": "communicators that fail",
 }
 """Files whose kernels are not listed."""
 LIST = """
