@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -159,10 +160,15 @@ class Rivals(Run):
         """Measure one number of tokens."""
         raise NotImplementedError
 
-    def tried(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return what ``make`` returns, or None and record the reason if it fails or if its results are wrong."""
+    def tried(self, name: str, make: Callable[[], tuple[Any, float]], rows: dict[str, Found]) -> Any:
+        """Return the first of what ``make`` returns, and add a row with its error, and with the seconds that compiling
+        and tuning took. None if it fails or if results are wrong: then record the reason."""
+        self.say(f"{name} is compiled, tuned and checked")
+        begun = time.perf_counter()
         try:
-            return make()
+            made, error = make()
+            rows[name] = {"layer": name, "error": error, "ready_s": time.perf_counter() - begun}
+            return made
         except Exception as error:  # an import of a library that does not support this host may raise anything
             self.found["missing"][name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
             self.say(f"{name} is not measured: {self.found['missing'][name]}")
@@ -217,8 +223,8 @@ class Decode(Rivals):
                 run = lambda i: made[i % copies](x, routes[i % args.calls], scores)  # noqa: E731
                 return self.timer.captured(run, args.calls), error
 
-            if (got := self.tried(name, ready)) is not None:
-                calls[name], rows[name] = got[0], {"layer": name, "error": got[1]}
+            if (call := self.tried(name, ready, rows)) is not None:
+                calls[name] = call
         self.timed(calls, args.calls, "us", rows)
         return found | {"rows": list(rows.values())}
 
@@ -266,13 +272,14 @@ class Training(Rivals):
         rows, calls = dict[str, Found](), dict[str, Layer]()
         for name, make in self.layers(inputs).items():
 
-            def ready(make: Callable[[], Layer] = make) -> tuple[Layer, dict[str, float]]:
+            def ready(make: Callable[[], Layer] = make) -> tuple[Layer, float]:
                 made = make()
                 got = results(inputs, made.made)
-                return made, check({what: relative_error(got[what], expected[what]) for what in expected})
+                errors = check({what: relative_error(got[what], expected[what]) for what in expected})
+                return made, max(errors.values())
 
-            if (pair := self.tried(name, ready)) is not None:
-                calls[name], rows[name] = pair[0], {"layer": name, "error": max(pair[1].values())}
+            if (made := self.tried(name, ready, rows)) is not None:
+                calls[name] = made
         for figure, grads in (("forward_us", False), ("forward_backward_us", True)):
             self.timed({name: made.call(grads) for name, made in calls.items()}, 1, figure, rows)
             found[f"floor_{figure}"] = self.timer.row(self.dense(tokens, grads), self.args.rounds).median

@@ -13,7 +13,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ STAGE = os.environ["EP_OPS_GPU_STAGE"]
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 END = float(os.environ["EP_OPS_GPU_END"])
 """Unix time after which no test begins."""
+COMPILED = os.environ["EP_OPS_GPU_COMPILERS"] != "0"
+"""Whether other processes compile kernels."""
 PART = 12
 """Tests of a part. Files whose fixtures serve all of their tests are one part."""
 WHOLE = ("test_overlap.py", "test_progress.py")
@@ -77,21 +79,26 @@ class Spent:
 
 
 def ask_for_kernels() -> None:
-    """Have the kernels of every new communicator compiled, by the first rank."""
+    """Have the kernels of every new communicator, and those of warmups, compiled by the processes that run.py has
+    started. Rank 0 asks for them, and no rank starts processes of its own."""
     import precompile
 
-    from ep_ops.backends.cute import backend
+    from ep_ops.backends.cute import backend, launcher
 
     usual, asked = backend.CuteBackend.__init__, set[Any]()
 
-    def made(self: Any, member: Any) -> None:
-        usual(self, member)
-        kernels = [kernel for kernel in backend.all_kernels(member.config) if kernel not in asked]
-        if kernels:
-            precompile.ask(FOLDER, precompile.SOON, f"{time.time():.3f}-{GROUP}", kernels)
+    def ask(wanted: Sequence[Any], *_: Any) -> None:
+        kernels = [kernel for kernel in wanted if kernel not in asked]
+        if kernels and RANK == 0:
+            precompile.ask(FOLDER, precompile.SOON, f"{time.time():.6f}-{GROUP}", kernels)
             asked.update(kernels)
 
+    def made(self: Any, member: Any) -> None:
+        usual(self, member)
+        ask(backend.all_kernels(member.config))
+
     backend.CuteBackend.__init__ = made  # type: ignore[method-assign]
+    launcher.prepare_all = ask
 
 
 def measure(spent: Spent) -> None:
@@ -152,7 +159,7 @@ class Lockstep:
         stacks.write_at_signal(FOLDER / f"{GROUP}-{RANK}.stacks")
         if torch.cuda.is_available():
             measure(self.spent)
-            if RANK == 0:
+            if COMPILED:
                 ask_for_kernels()
 
     @pytest.hookimpl(tryfirst=True)

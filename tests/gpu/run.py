@@ -284,7 +284,7 @@ class Run:
         self.env = {
             "PYTHONPATH": path, "EP_OPS_GPU_RUN": str(self.folder), "EP_OPS_TEST_SEED": str(self.seed),
             "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1", "EP_OPS_GPU_COMPILERS": str(args.compilers),
         }  # fmt: skip
         found, self.arch, machine = gpus()
         if args.gpus > len(found):
