@@ -92,7 +92,8 @@ from ep_ops.memory import planned
 
 lockstep.ask_for_kernels()
 kernels = all_kernels(planned(Config(num_experts=4, hidden_size=64, top_k=2, max_tokens_per_rank=64), 2))
-for wanted in (kernels[:3], kernels[1:4], kernels[:4]):
+for rank, wanted in ((0, kernels[:3]), (1, kernels), (0, kernels[1:4]), (0, kernels[:4])):
+    lockstep.RANK = rank
     launcher.Launcher.compile.__globals__["prepare_all"](wanted, "sm_90a", 8)
 asked = [pickle.loads(path.read_bytes()) for path in sorted(lockstep.FOLDER.glob("1-*.kernels"))]
 print(json.dumps([[kernels.index(kernel) for kernel in some] for some in asked]))
@@ -137,17 +138,16 @@ def test_bits_are_compared_on_all_tiles_for_few_rows() -> None:
     assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys(("FewRows", "FewRowsE4M3"), [*ROWS])
 
 
-@pytest.mark.parametrize(("rank", "asked"), [(0, [[0, 1, 2], [3]]), (1, [])])
-def test_warmups_ask_for_their_kernels(rank: int, asked: list[list[int]], tmp_path: Path) -> None:
+def test_warmups_ask_for_their_kernels(tmp_path: Path) -> None:
     """Where other processes compile, a warmup starts none: rank 0 asks for each kernel once."""
     env = os.environ | {
-        "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join([str(GPU), *sys.path]), "RANK": str(rank),
+        "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join([str(GPU), *sys.path]),
         "EP_OPS_GPU_RUN": str(tmp_path), "EP_OPS_GPU_GROUP": "2.0.1", "EP_OPS_GPU_STAGE": "2",
-        "EP_OPS_GPU_END": "inf", "EP_OPS_GPU_COMPILERS": "4", "WORLD_SIZE": "2",
+        "EP_OPS_GPU_END": "inf", "EP_OPS_GPU_COMPILERS": "4",
     }  # fmt: skip
     done = subprocess.run([sys.executable, "-c", ASKED], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == asked
+    assert json.loads(done.stdout.splitlines()[-1]) == [[0, 1, 2], [3]]
 
 
 def test_what_is_on_disk_is_not_compiled_again(tmp_path: Path) -> None:
