@@ -161,8 +161,8 @@ class Rivals(Run):
         raise NotImplementedError
 
     def tried(self, name: str, make: Callable[[], tuple[Any, float]], rows: dict[str, Found]) -> Any:
-        """Return the first of what ``make`` returns, and add a row with its error, and with the seconds that compiling
-        and tuning took. None if it fails or if results are wrong: then record the reason."""
+        """Return the first of what ``make`` returns, and add a row with its error, and with the seconds until it was
+        compiled, tuned and checked. None if it fails or if results are wrong: then record the reason."""
         self.say(f"{name} is compiled, tuned and checked")
         begun = time.perf_counter()
         try:

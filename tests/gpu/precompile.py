@@ -189,7 +189,7 @@ def of_many(world_size: int, seed: int) -> list[Any]:
     import test_many
 
     found: dict[Any, None] = {}
-    for count in reversed([count for count in test_many.COUNTS if count <= world_size]):
+    for count in [count for count in test_many.COUNTS if count <= world_size]:
         want = Wanted(count)
         for config in test_many.configs(count, seed):
             want.add(config, test_many.FEW)

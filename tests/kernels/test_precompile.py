@@ -94,7 +94,7 @@ lockstep.ask_for_kernels()
 kernels = all_kernels(planned(Config(num_experts=4, hidden_size=64, top_k=2, max_tokens_per_rank=64), 2))
 for rank, wanted in ((0, kernels[:3]), (1, kernels), (0, kernels[1:4]), (0, kernels[:4])):
     lockstep.RANK = rank
-    launcher.Launcher.compile.__globals__["prepare_all"](wanted, "sm_90a", 8)
+    launcher.prepare_all(wanted, "sm_90a", 8)
 asked = [pickle.loads(path.read_bytes()) for path in sorted(lockstep.FOLDER.glob("1-*.kernels"))]
 print(json.dumps([[kernels.index(kernel) for kernel in some] for some in asked]))
 """
