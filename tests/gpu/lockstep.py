@@ -79,23 +79,26 @@ class Spent:
 
 
 def ask_for_kernels() -> None:
-    """Have the kernels of every new communicator, and those of warmups, compiled by the processes that run.py has
-    started. Rank 0 asks for them, and no rank starts processes of its own."""
+    """Have the kernels of warmups and of every new communicator compiled by the processes that run.py has started. Rank
+    0 asks for them, and no rank starts processes of its own. What a communicator may launch comes last where the
+    file's kernels are listed: its test launches few of them."""
     import precompile
 
     from ep_ops.backends.cute import backend, launcher
 
     usual, asked = backend.CuteBackend.__init__, set[Any]()
 
-    def ask(wanted: Sequence[Any], *_: Any) -> None:
-        kernels = [kernel for kernel in wanted if kernel not in asked]
+    def ask(wanted: Sequence[Any], *_: Any, urgency: str = precompile.SOON) -> None:
+        kernels = [kernel for kernel in wanted if (kernel, urgency) not in asked]
         if kernels and RANK == 0:
-            precompile.ask(FOLDER, precompile.SOON, f"{time.time():.6f}-{GROUP}", kernels)
-            asked.update(kernels)
+            precompile.ask(FOLDER, urgency, f"{time.time():.6f}-{GROUP}", kernels)
+            asked.update((kernel, urgency) for kernel in kernels)
 
     def made(self: Any, member: Any) -> None:
         usual(self, member)
-        ask(backend.all_kernels(member.config))
+        file = Path(os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]).name
+        listed = file in precompile.FINDS
+        ask(backend.all_kernels(member.config), urgency=precompile.LAST if listed else precompile.SOON)
 
     backend.CuteBackend.__init__ = made  # type: ignore[method-assign]
     launcher.prepare_all = ask

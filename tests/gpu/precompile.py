@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-SOON, LATER = "1", "2"
+SOON, LATER, LAST = "1", "2", "3"
 """First letters of the names of files: what comes first."""
 
 
@@ -241,6 +241,8 @@ def of_domains(world_size: int, seed: int) -> list[Any]:
     import adversary
     import domains
 
+    from cute_kernels.alarm import RaiseAlarm
+    from cute_kernels.rejection import Reject
     from ep_ops.backends import no_device_library
     from ep_ops.config import Config
     from ep_ops.memory import planned
@@ -249,22 +251,24 @@ def of_domains(world_size: int, seed: int) -> list[Any]:
     adversary.install(setattr)
     lacking = nvshmem.problem() or no_device_library()
     given = Config(**domains.config(world_size) | {"latency_max_tokens": 0})
+    few: dict[str, Any] = {"latency_max_tokens": domains.TOKENS}
+    around = Reject, RaiseAlarm, adversary.Courier, adversary.Gate  # launched with rows in any format
     found: list[Any] = []
 
     def add(formats: Any = (), **more: Any) -> None:
         kernels = adversary.kernels_of(planned(dataclasses.replace(given, **more), world_size), formats)
-        found.extend(k for k in kernels if not formats or getattr(k, "format", ""))
+        found.extend(k for k in kernels if not formats or getattr(k, "format", "") or isinstance(k, around))
 
     for size, wire in domains.overs(world_size):
         if wire != "nvshmem" or lacking is None:
             over: dict[str, Any] = {"domain_size": size, "wire": wire}
             half = {"staging_bytes": domains.half_of_the_memory(world_size, size)}
             short = {"hidden_size": domains.FORMAT_HIDDEN}
-            add(**over, latency_max_tokens=domains.TOKENS)
-            add(**over, latency_max_tokens=domains.TOKENS, bundle="1")
+            add(**over, **few)
+            add(**over, **few, bundle="1")
             add(**over, **half)
-            add(domains.FORMATS, **over, **short, latency_max_tokens=domains.TOKENS)
-            add(domains.FORMATS, **over, **short, **half)
+            for more in (few, {**few, "bundle": "1"}, half, {}):
+                add(domains.FORMATS, **over, **short, **more)
     add(staging_bytes=domains.half_of_the_memory(world_size, None))
     return sorted(found, key=lambda kernel: not kernel.linked)
 
