@@ -5,9 +5,10 @@ python benchmarks/rivals.py training --hidden 2048 --width 768 --experts 128 --t
 python benchmarks/rivals.py training --device cpu --tokens 16 --hidden 64 --width 32 --experts 8 --top-k 2 --rounds 2
 
 A layer computes weighted sums of SwiGLU experts from tokens, expert ids and routing weights, in bfloat16. Layers of
-ep_ops include dispatch and combine, the others have no exchange. Rounds go through the layers forwards and backwards by
-turns. A figure is the median over rounds, and the ratio the median of the ratios to ep_ops in the same round. A library
-that is not installed, that fails, or whose results are wrong is named with the reason.
+ep_ops include dispatch and combine, the others have no exchange. Each layer takes turns with ep_ops, which is first in
+every second round. A figure is the median over rounds, and the ratio the median of the ratios to ep_ops in the same
+round. A library that is not installed, that fails, or whose results are wrong is named with the reason. Results are
+written after each layer, because some libraries take minutes to tune.
 
 `decode` replays CUDA graphs of `--calls` layers. Each call has its own route, and successive calls use different copies
 of the weights, so many that twice the GPU's cache is read before a copy is used again. The floor is the time in which a
@@ -44,7 +45,9 @@ from ep_ops.records import Dispatched
 MAX_ERROR = 3e-2
 TOKENS = {"decode": (1, 8, 32, 64, 128, 256), "training": (4096,)}
 PACKAGES = ("triton", "flashinfer-python", "vllm", "liger-kernel", "sonic-moe", "quack-kernels")
-WAYS = {"ep_ops": "mean", "ep_ops, token-major": "token_major", "ep_ops, quack": "quack"}
+OURS = "ep_ops"
+"""The layer that the others take turns with."""
+WAYS = {OURS: "mean", "ep_ops, token-major": "token_major", "ep_ops, quack": "quack"}
 """Ways of `ep-ops bench layer` that train."""
 
 
@@ -101,6 +104,8 @@ def of_sonic(w_in: Tensor, w_out: Tensor) -> Made:
 
 TRAINING = {"torch": of_torch, "Liger": of_liger, "SonicMoE": of_sonic}
 """Layers with gradients besides those of ep_ops."""
+FIGURES = {"forward_us": False, "forward_backward_us": True}
+"""What is timed of a layer that trains, and whether with gradients."""
 
 
 def options() -> argparse.ArgumentParser:
@@ -132,7 +137,7 @@ def measure(device: torch.device, args: argparse.Namespace) -> None:
 
 
 class Rivals(Run):
-    """What both benchmarks share: a result for each number of tokens, and why layers are missing."""
+    """What both benchmarks share: a row for each layer, by number of tokens, and why layers are missing."""
 
     comm: Communicator
 
@@ -151,36 +156,41 @@ class Rivals(Run):
         workload = Workload(max(args.tokens), args.hidden, args.experts, args.top_k)
         with self.communicator(workload, **({} if args.what == "decode" else {"latency_max_tokens": 0})) as self.comm:
             for tokens in args.tokens:
-                self.found["results"].append(self.size(tokens))
+                found: Found = {"tokens": tokens, "rows": []}
+                self.found["results"].append(found)
+                self.ours: dict[str, Callable[[int], Any]] = {}
+                self.size(tokens, found)
                 self.done += 1
                 self.save()
             self.comm.check_errors()
 
-    def size(self, tokens: int) -> Found:
-        """Measure one number of tokens."""
+    def size(self, tokens: int, found: Found) -> None:
+        """Measure one number of tokens; ep_ops is the first layer."""
         raise NotImplementedError
 
-    def tried(self, name: str, make: Callable[[], tuple[Any, float]], rows: dict[str, Found]) -> Any:
-        """Return the first of what ``make`` returns, and add a row with its error, and with the seconds until it was
-        compiled, tuned and checked. None if it fails or if results are wrong: then record the reason."""
+    def add(self, name: str, make: Callable[[], tuple[dict[str, Callable[[int], Any]], float]], each: int) -> None:
+        """Add a row: a layer's error, seconds until it was compiled, tuned and checked, µs of one of ``each`` in a call
+        of each kind, and the ratio to ep_ops. ``make`` returns calls by kind, and the error. If it fails or if results
+        are wrong, record the reason."""
         self.say(f"{name} is compiled, tuned and checked")
         begun = time.perf_counter()
         try:
-            made, error = make()
-            rows[name] = {"layer": name, "error": error, "ready_s": time.perf_counter() - begun}
-            return made
+            calls, error = make()
         except Exception as error:  # an import of a library that does not support this host may raise anything
             self.found["missing"][name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
             self.say(f"{name} is not measured: {self.found['missing'][name]}")
-            return None
-
-    def timed(self, calls: dict[str, Callable[[int], Any]], each: int, figure: str, rows: dict[str, Found]) -> None:
-        """Time calls by turns, and add µs of one of ``each`` and the ratio to ep_ops to their rows."""
-        found = self.timer.by_turns(calls, self.args.rounds, rest=False, mirrored=True)
-        for name, timing in found.items():
-            rows[name][figure] = timing.each(each).median
-            if "ep_ops" in found:
-                rows[name][f"{figure}_ratio"] = timing.over(found["ep_ops"])
+            return
+        row: Found = {"layer": name, "error": error, "ready_s": time.perf_counter() - begun}
+        if name == OURS:
+            self.ours = calls
+        for figure, call in calls.items():
+            turns = {OURS: self.ours[figure], name: call} if self.ours else {name: call}
+            timing = self.timer.by_turns(turns, self.args.rounds, rest=False, mirrored=True)
+            row[figure] = timing[name].each(each).median
+            if OURS in timing:
+                row[f"{figure}_ratio"] = timing[name].over(timing[OURS])
+        self.found["results"][-1]["rows"].append(row)
+        self.save()
 
 
 def check(errors: dict[str, float]) -> dict[str, float]:
@@ -195,7 +205,7 @@ def check(errors: dict[str, float]) -> dict[str, float]:
 
 class Decode(Rivals):
     @torch.no_grad()
-    def size(self, tokens: int) -> Found:
+    def size(self, tokens: int, found: Found) -> None:
         args, device = self.args, self.device
         draw = torch.Generator(device=device).manual_seed(0)
         x = torch.randn(tokens, args.hidden, generator=draw, device=device).to(self.comm.dtype)
@@ -207,26 +217,22 @@ class Decode(Rivals):
         nbytes = named * 3 * args.hidden * args.width * 2
         copies = 2 + int(2 * cache_bytes(device) / nbytes)
         weights = [self.weights(seed) for seed in range(copies)]
-        found: Found = {"tokens": tokens, "named": named, "copies": copies}
+        found |= {"named": named, "copies": copies}
         if has_triton(device):
             if "read_tb_s" not in self.found:
                 self.found["read_tb_s"] = read_speed(self.timer)
             found["floor_us"] = nbytes / self.found["read_tb_s"] / 1e6
         sent = [self.comm.dispatch(x, route, scores, max_tokens=tokens, zeros=False) for route in routes]
         expected = of_torch(*weights[0]).run(x, routes[0], scores)
-        rows, calls = dict[str, Found](), dict[str, Callable[[int], Any]]()
         for name, make in self.layers(tokens, sent).items():
 
-            def ready(make: Callable[..., other_layers.Layer] = make) -> tuple[Callable[[int], Any], float]:
+            def ready(make: Callable[..., other_layers.Layer] = make) -> tuple[dict[str, Callable[[int], Any]], float]:
                 made = [make(*each) for each in weights]
                 error = check({"out": relative_error(made[0](x, routes[0], scores), expected)})["out"]
                 run = lambda i: made[i % copies](x, routes[i % args.calls], scores)  # noqa: E731
-                return self.timer.captured(run, args.calls), error
+                return {"us": self.timer.captured(run, args.calls)}, error
 
-            if (call := self.tried(name, ready, rows)) is not None:
-                calls[name] = call
-        self.timed(calls, args.calls, "us", rows)
-        return found | {"rows": list(rows.values())}
+            self.add(name, ready, args.calls)
 
     def weights(self, seed: int) -> tuple[Tensor, Tensor]:
         """Return the weights of all experts, different for each copy."""
@@ -250,7 +256,7 @@ class Decode(Rivals):
             return run
 
         others = {name: functools.partial(make, comm) for name, make in other_layers.LAYERS["bf16"].items()}
-        return {"ep_ops": ours, "torch": lambda *w: of_torch(*w).run, "ep_ops, plain Triton GEMMs": triton, **others}
+        return {OURS: ours, "torch": lambda *w: of_torch(*w).run, "ep_ops, plain Triton GEMMs": triton, **others}
 
 
 def cache_bytes(device: torch.device) -> int:
@@ -262,28 +268,24 @@ def cache_bytes(device: torch.device) -> int:
 
 
 class Training(Rivals):
-    def size(self, tokens: int) -> Found:
+    def size(self, tokens: int, found: Found) -> None:
         names = {"tokens": tokens, "times": None, "mode": "eager"}
         self.args = argparse.Namespace(**{**vars(self.args), **names})  # as `ep-ops bench layer` has them
         inputs = layer.LayerInputs(self, self.comm)
         weights_mib = sum(w.nbytes for w in inputs.matrices) / 2**20
-        found: Found = {"tokens": tokens, "weights_mib": weights_mib, "cache_mib": cache_bytes(self.device) / 2**20}
+        found |= {"weights_mib": weights_mib, "cache_mib": cache_bytes(self.device) / 2**20}
+        for figure, grads in FIGURES.items():
+            found[f"floor_{figure}"] = self.timer.row(self.dense(tokens, grads), self.args.rounds).median
         expected = results(inputs, of_torch(*(w.detach().requires_grad_() for w in inputs.matrices)))
-        rows, calls = dict[str, Found](), dict[str, Layer]()
         for name, make in self.layers(inputs).items():
 
-            def ready(make: Callable[[], Layer] = make) -> tuple[Layer, float]:
+            def ready(make: Callable[[], Layer] = make) -> tuple[dict[str, Callable[[int], Any]], float]:
                 made = make()
                 got = results(inputs, made.made)
                 errors = check({what: relative_error(got[what], expected[what]) for what in expected})
-                return made, max(errors.values())
+                return {figure: made.call(grads) for figure, grads in FIGURES.items()}, max(errors.values())
 
-            if (made := self.tried(name, ready, rows)) is not None:
-                calls[name] = made
-        for figure, grads in (("forward_us", False), ("forward_backward_us", True)):
-            self.timed({name: made.call(grads) for name, made in calls.items()}, 1, figure, rows)
-            found[f"floor_{figure}"] = self.timer.row(self.dense(tokens, grads), self.args.rounds).median
-        return found | {"rows": list(rows.values())}
+            self.add(name, ready, 1)
 
     def layers(self, inputs: layer.LayerInputs) -> dict[str, Callable[[], Layer]]:
         """Return what makes each layer."""
@@ -370,7 +372,7 @@ def cell(found: Found, figure: str) -> str:
 def table(run: Found) -> list[str]:
     """Return the lines of the table for a terminal."""
     results = run["results"]
-    figures = ("us",) if run["benchmark"] == "rivals decode" else ("forward_us", "forward_backward_us")
+    figures = ("us",) if run["benchmark"] == "rivals decode" else tuple(FIGURES)
     names = {"us": "", "forward_us": " forward", "forward_backward_us": " and backward"}
     sizes = f"{run['experts']} experts, top-{run['top_k']}, hidden {run['hidden']}, width {run['width']}"
     rows = [["µs (ratio to ep_ops) at T =", *(f"{one['tokens']}{names[f]}" for one in results for f in figures)]]

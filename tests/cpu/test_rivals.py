@@ -113,6 +113,24 @@ def test_training(others: str, tmp_path: Path) -> None:
         assert found["missing"]["SonicMoE"].startswith("ValueError: results differ from torch's: out ")
 
 
+def interrupted(out: Path) -> None:
+    def stop(*_: Tensor) -> Any:
+        raise KeyboardInterrupt
+
+    args = rivals.options().parse_args([*"training --tokens 16".split(), *SMALL.split(), "--out", str(out)])
+    rivals.TRAINING = {"torch": rivals.of_torch, "Liger": stop}
+    with pytest.raises(KeyboardInterrupt):
+        rivals.measure(torch.device("cpu"), args)
+
+
+def test_an_interrupted_run_has_the_layers_before(tmp_path: Path) -> None:
+    run_ranks(1, interrupted, tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    rows = {row["layer"]: row for row in found["results"][0]["rows"]}
+    assert list(rows) == ["ep_ops", "ep_ops, token-major", "torch"] and rows["torch"]["forward_us_ratio"] > 0
+    assert any(line.startswith("torch ") for line in rivals.table(found))
+
+
 def test_options(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes are those of the model, except those that are given; one rank runs."""
     read = []
