@@ -150,6 +150,7 @@ def test_an_interrupted_run_has_a_table(tmp_path: Path) -> None:
     assert "interrupted" in said and "| test_interrupted.py | 1, 0, 0, 2, " in said, said
 
 
+@pytest.mark.drawn
 def test_what_a_tool_reports_at_the_end_is_waited_for(tmp_path: Path) -> None:
     """A program that runs each rank writes what it has found when the rank has ended."""
     (tmp_path / "test_second.py").write_text(SECOND)

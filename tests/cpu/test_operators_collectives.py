@@ -81,7 +81,9 @@ def _order_of_every_collective(tokens, grad):
         return (expected, noted.names), (results, _names_in(codes))
 
 
-@pytest.mark.parametrize("tokens, grad", [(0, True), pytest.param(5, True, marks=pytest.mark.drawn), (0, False)])
+@pytest.mark.parametrize(
+    "tokens, grad", [(0, True), *(pytest.param(*case, marks=pytest.mark.drawn) for case in ((5, True), (0, False)))]
+)
 def test_every_collective_keeps_its_place(tokens, grad):
     (found,) = run_ranks(1, _order_of_every_collective, tokens, grad, timeout=550)
     (expected, names), (results, graphs) = found

@@ -210,8 +210,9 @@ def _steps(backend: str, how: str, seed: int) -> list[list[list[Tensor]]]:
 
 
 @pytest.mark.parametrize(("ranks", "backend", "how"), [
+    (1, "aot_eager", "exact"), (2, "aot_eager", "places"),
+    pytest.param(1, "aot_eager", "split", marks=pytest.mark.drawn),
     pytest.param(1, "inductor", "planned", marks=pytest.mark.drawn),
-    (1, "aot_eager", "exact"), (2, "aot_eager", "places"), (1, "aot_eager", "split"),
 ])  # fmt: skip
 def test_compiled(ranks: int, backend: str, how: str) -> None:
     """One graph, forward and backward."""

@@ -94,7 +94,7 @@ COMPILED = ["qwen3_moe", "gpt_oss"]  # one graph; graphs around a router, and ex
     ("registered", "grouped_mm", [kind for kind in [*MODELS, *MORE] if kind != "llama4_text"]),
     ("same batch", "grouped_mm", list(MODELS)),
     ("token-major", "grouped_mm", ["qwen3_moe", "mixtral", "deepseek_v3", "qwen3_next"]),
-    ("compiled, token-major", "grouped_mm", ["qwen3_moe"]),
+    pytest.param("compiled, token-major", "grouped_mm", ["qwen3_moe"], marks=pytest.mark.drawn),
     ("registered, token-major", "eager", ["qwen3_moe"]),
     ("compiled", "grouped_mm", COMPILED),
     pytest.param("registered and compiled", "grouped_mm", COMPILED, marks=pytest.mark.drawn),

@@ -108,7 +108,7 @@ def test_over_nvshmem(kind: Any, problem: Problem, variant: Any, arch: str) -> N
         (latency_dispatch.LatencyDispatch(FEW, 128, True), "sm_90a"),
         (latency_combine.LatencyCombine(FEW, 128, True), "sm_100a"),
         (latency_dispatch.LatencyDispatch(BUNDLED, 128, True), "sm_100a"),
-        (latency_combine.LatencyCombine(BUNDLED, 128, True), "sm_90a"),
+        pytest.param(latency_combine.LatencyCombine(BUNDLED, 128, True), "sm_90a", marks=pytest.mark.drawn),
     ],
     ids=["dispatch", "combine", "dispatch bundled", "combine bundled"],
 )  # fmt: skip

@@ -20,10 +20,14 @@ from emulator.main import CHECKS, main
 from emulator.mutations import MUTATIONS, ROOT
 
 ALWAYS = (
-    "latency", "throughput", "few_rows", "alarm_joining", "alarm_staging", "rejected_latency", "epochs_latency_across",
-    "posted", "walked", "guarded", "owned", "latency_one_rank", "places_route_garbage", "distinct_swizzled",
+    "latency", "throughput", "few_rows", "rejected_latency", "epochs_latency_across", "posted", "walked", "guarded",
+    "owned", "latency_one_rank", "places_route_garbage", "distinct_swizzled",
 )  # fmt: skip
-ONE_OF = ("throughput_dropping", "death_few_dispatch", "wire_nvshmem", "across_small", "across_wide")
+ONE_OF = (
+    ("throughput_dropping", "death_few_dispatch", "wire_nvshmem", "across_small", "across_wide"),
+    ("alarm_joining", "alarm_staging"),
+)
+"""Of each group one is run, others for each commit."""
 DRAWN = 2
 """How many of the other checks are run, others for each commit. EP_OPS_ALL_CHECKS=1: all, which takes an hour."""
 SLOW = (
@@ -34,11 +38,13 @@ SLOW = (
 
 
 def some() -> list[str]:
-    others = [name for name in CHECKS if name not in ALWAYS + ONE_OF]
+    grouped = [name for group in ONE_OF for name in group]
+    others = [name for name in CHECKS if name not in (*ALWAYS, *grouped)]
     if os.environ.get("EP_OPS_ALL_CHECKS") == "1":
-        return [*ALWAYS, *ONE_OF, *others]
+        return [*ALWAYS, *grouped, *others]
     draw = random.Random(drawing.text())
-    return [*ALWAYS, draw.choice(ONE_OF), *draw.sample([name for name in others if not name.startswith(SLOW)], DRAWN)]
+    quick = [name for name in others if not name.startswith(SLOW)]
+    return [*ALWAYS, *map(draw.choice, ONE_OF), *draw.sample(quick, DRAWN)]
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -87,7 +87,8 @@ def assert_epoch_is_held(ptx: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "arch"), [
-    ("large", "sm_90a"), pytest.param("uneven", "sm_100a", marks=pytest.mark.drawn), ("most", "sm_90a")
+    *(pytest.param(*case, marks=pytest.mark.drawn) for case in (("large", "sm_90a"), ("uneven", "sm_100a"))),
+    ("most", "sm_90a"),
 ])  # fmt: skip
 def test_token_major(name: str, arch: str) -> None:
     """The kernel that receives token-major rows stores each row once, with its ids and weights; the one that sends is
