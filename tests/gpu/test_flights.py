@@ -70,8 +70,8 @@ class Turns:
 
 
 def busy() -> Callable[[], None]:
-    """Return a GEMM. Under MPS with small shares it is none that is launched as thread block clusters, which would keep
-    blocks of other processes from starting (benchmarks/results/tested.md)."""
+    """Return a GEMM. With small shares of MPS it is one without thread block clusters: concurrently with those, not all
+    blocks of a dispatch start (benchmarks/results/tested.md)."""
     a = torch.randn(2048, 2048, device="cuda", dtype=torch.float32 if MPS and ranks()[1] > 2 else BF16)
     return lambda: torch.matmul(a, a)  # type: ignore[return-value]
 

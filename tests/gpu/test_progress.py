@@ -186,7 +186,7 @@ def test_nccl_in_opposite_order(kind, comms, together) -> None:
         assert all(bool((tensor == world_size).all()) for tensor in summed)
 
 
-@pytest.mark.skipif(MPS, reason="needs a GPU for each rank: fails under MPS, why is unknown")
+@pytest.mark.skipif(MPS, reason="needs a GPU for each rank: fails under MPS, for an unknown reason")
 def test_dependents_do_not_take_the_gpu(comms, together) -> None:
     """A kernel that is launched ahead of its turn behind an operation, and fills the GPU, does so when the operation
     has seen its peers: until then another communicator's finds room, in whatever order ranks launch them."""
