@@ -5,17 +5,19 @@ python benchmarks/rivals.py training --hidden 2048 --width 768 --experts 128 --t
 python benchmarks/rivals.py training --device cpu --tokens 16 --hidden 64 --width 32 --experts 8 --top-k 2 --rounds 2
 
 A layer computes weighted sums of SwiGLU experts from tokens, expert ids and routing weights, in bfloat16. Layers of
-ep_ops include dispatch and combine, the others have no exchange. Each layer takes turns with ep_ops, which is first in
-every second round. A figure is the median over rounds, and the ratio the median of the ratios to ep_ops in the same
-round. A library that is not installed, that fails, or whose results are wrong is named with the reason. Results are
-written after each layer, because some libraries take minutes to tune.
+ep_ops include dispatch and combine, the others have no exchange. Each layer takes turns with ep_ops and, in training,
+with ep_ops and quack's GEMMs; every second round is in the reverse order. A figure is the median over rounds, and the
+ratio the median of the ratios to ep_ops in the same round. A library that is not installed, that fails, or whose
+results are wrong is named with the reason. Results are written after each layer, because some libraries take minutes to
+tune.
 
 `decode` replays CUDA graphs of `--calls` layers. Each call has its own route, and successive calls use different copies
 of the weights, so many that twice the GPU's cache is read before a copy is used again. The floor is the time in which a
 kernel that only reads takes the weights of the experts that tokens name.
 
-`training` times forward without gradients, and forward with backward. Each call reads all weights, which must exceed
-the cache (`weights_mib` and `cache_mib` in the results). The floor is the time of dense GEMMs of the same sizes.
+`training` times forward without gradients, and forward with backward: the mean of a row of 4 calls behind a pause of
+30 ms, so that a GPU is as hot as the layer makes it, and waits for no host. Each call reads all weights, which must
+exceed the cache (`weights_mib` and `cache_mib` in the results). The floor is the time of dense GEMMs of the same sizes.
 """
 
 from __future__ import annotations
@@ -45,10 +47,12 @@ from ep_ops.records import Dispatched
 MAX_ERROR = 3e-2
 TOKENS = {"decode": (1, 8, 32, 64, 128, 256), "training": (4096,)}
 PACKAGES = ("triton", "flashinfer-python", "vllm", "liger-kernel", "sonic-moe", "quack-kernels")
-OURS = "ep_ops"
-"""The layer that the others take turns with."""
-WAYS = {OURS: "mean", "ep_ops, token-major": "token_major", "ep_ops, quack": "quack"}
+OURS, QUACK = "ep_ops", "ep_ops, quack"
+"""The layers that the others take turns with, the second one if it is there."""
+WAYS = {OURS: "mean", "ep_ops, token-major": "token_major", QUACK: "quack"}
 """Ways of `ep-ops bench layer` that train."""
+RATIOS = {OURS: "ratio", QUACK: "ratio_quack"}
+"""What ends the names of ratios to these layers."""
 
 
 class Made(NamedTuple):
@@ -140,6 +144,7 @@ class Rivals(Run):
     """What both benchmarks share: a row for each layer, by number of tokens, and why layers are missing."""
 
     comm: Communicator
+    calls_in_row, rest = 1, False
 
     def __init__(self, device: torch.device, args: argparse.Namespace) -> None:
         names = "model", "hidden", "width", "experts", "top_k", "rounds", "calls"
@@ -158,7 +163,7 @@ class Rivals(Run):
             for tokens in args.tokens:
                 found: Found = {"tokens": tokens, "rows": []}
                 self.found["results"].append(found)
-                self.ours: dict[str, Callable[[int], Any]] = {}
+                self.ours: dict[str, dict[str, Callable[[int], Any]]] = {}
                 self.size(tokens, found)
                 self.done += 1
                 self.save()
@@ -170,8 +175,8 @@ class Rivals(Run):
 
     def add(self, name: str, make: Callable[[], tuple[dict[str, Callable[[int], Any]], float]], each: int) -> None:
         """Add a row: a layer's error, seconds until it was compiled, tuned and checked, µs of one of ``each`` in a call
-        of each kind, and the ratio to ep_ops. ``make`` returns calls by kind, and the error. If it fails or if results
-        are wrong, record the reason."""
+        of each kind, and the ratios to layers of ep_ops. ``make`` returns calls by kind, and the error. If it fails or
+        if results are wrong, record the reason."""
         self.say(f"{name} is compiled, tuned and checked")
         begun = time.perf_counter()
         try:
@@ -181,14 +186,14 @@ class Rivals(Run):
             self.say(f"{name} is not measured: {self.found['missing'][name]}")
             return
         row: Found = {"layer": name, "error": error, "ready_s": time.perf_counter() - begun}
-        if name == OURS:
-            self.ours = calls
+        if name in RATIOS:
+            self.ours[name] = calls
         for figure, call in calls.items():
-            turns = {OURS: self.ours[figure], name: call} if self.ours else {name: call}
-            timing = self.timer.by_turns(turns, self.args.rounds, rest=False, mirrored=True)
+            turns = {other: theirs[figure] for other, theirs in self.ours.items()} | {name: call}
+            timing = self.timer.by_turns(turns, self.args.rounds, self.calls_in_row, self.rest, mirrored=True)
             row[figure] = timing[name].each(each).median
-            if OURS in timing:
-                row[f"{figure}_ratio"] = timing[name].over(timing[OURS])
+            for other in self.ours:
+                row[f"{figure}_{RATIOS[other]}"] = timing[name].over(timing[other])
         self.found["results"][-1]["rows"].append(row)
         self.save()
 
@@ -268,6 +273,8 @@ def cache_bytes(device: torch.device) -> int:
 
 
 class Training(Rivals):
+    calls_in_row, rest = 4, True
+
     def size(self, tokens: int, found: Found) -> None:
         names = {"tokens": tokens, "times": None, "mode": "eager"}
         self.args = argparse.Namespace(**{**vars(self.args), **names})  # as `ep-ops bench layer` has them
@@ -275,7 +282,9 @@ class Training(Rivals):
         weights_mib = sum(w.nbytes for w in inputs.matrices) / 2**20
         found |= {"weights_mib": weights_mib, "cache_mib": cache_bytes(self.device) / 2**20}
         for figure, grads in FIGURES.items():
-            found[f"floor_{figure}"] = self.timer.row(self.dense(tokens, grads), self.args.rounds).median
+            dense = {"floor": self.dense(tokens, grads)}
+            timing = self.timer.by_turns(dense, self.args.rounds, self.calls_in_row, self.rest)
+            found[f"floor_{figure}"] = timing["floor"].median
         expected = results(inputs, of_torch(*(w.detach().requires_grad_() for w in inputs.matrices)))
         for name, make in self.layers(inputs).items():
 
@@ -362,11 +371,11 @@ def results(inputs: layer.LayerInputs, made: Made) -> dict[str, Tensor]:
 
 
 def cell(found: Found, figure: str) -> str:
-    """Return µs, and the ratio to ep_ops."""
+    """Return µs, and the ratios to ep_ops and to ep_ops with quack."""
     if figure not in found:
         return ""
-    ratio = found.get(f"{figure}_ratio")
-    return f"{found[figure]:.1f}" + ("" if ratio is None else f" ({ratio:.2f})")
+    ratios = [f"{found[key]:.2f}" for name in RATIOS.values() if (key := f"{figure}_{name}") in found]
+    return f"{found[figure]:.1f} ({', '.join(ratios)})"
 
 
 def table(run: Found) -> list[str]:
@@ -383,7 +392,8 @@ def table(run: Found) -> list[str]:
     for name in layers:
         own = [{row["layer"]: row for row in one["rows"]}.get(name, {}) for one in results]
         rows.append([name, *(cell(row, f) for row in own for f in figures)])
-    return [sizes, *text_table(rows), *(f"{name}: {why}" for name, why in run["missing"].items())]
+    second = ["second ratio: to ep_ops, quack"] * (QUACK in layers)
+    return [sizes, *text_table(rows), *second, *(f"{name}: {why}" for name, why in run["missing"].items())]
 
 
 if __name__ == "__main__":

@@ -119,6 +119,7 @@ def interrupted(out: Path) -> None:
 
     args = rivals.options().parse_args([*"training --tokens 16".split(), *SMALL.split(), "--out", str(out)])
     rivals.TRAINING = {"torch": rivals.of_torch, "Liger": stop}
+    rivals.WAYS = rivals.WAYS | {rivals.QUACK: "token_major"}  # quack needs a GPU
     with pytest.raises(KeyboardInterrupt):
         rivals.measure(torch.device("cpu"), args)
 
@@ -127,8 +128,14 @@ def test_an_interrupted_run_has_the_layers_before(tmp_path: Path) -> None:
     run_ranks(1, interrupted, tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
     rows = {row["layer"]: row for row in found["results"][0]["rows"]}
-    assert list(rows) == ["ep_ops", "ep_ops, token-major", "torch"] and rows["torch"]["forward_us_ratio"] > 0
-    assert any(line.startswith("torch ") for line in rivals.table(found))
+    assert list(rows) == [*rivals.WAYS, "torch"]
+    ratios = {name: [key for key in row if "_ratio" in key] for name, row in rows.items()}
+    to_ours = ["forward_us_ratio", "forward_backward_us_ratio"]
+    to_both = [f"{figure}_{name}" for figure in rivals.FIGURES for name in ("ratio", "ratio_quack")]
+    assert ratios == {"ep_ops": to_ours, "ep_ops, token-major": to_ours, rivals.QUACK: to_both, "torch": to_both}
+    assert rows[rivals.QUACK]["forward_us_ratio_quack"] == 1
+    assert len({rows["torch"][key] for key in to_both}) == 4 and min(rows["torch"][key] for key in to_both) > 0
+    assert any(line.startswith("torch ") and line.count(", ") == 2 for line in rivals.table(found))
 
 
 def test_options(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
