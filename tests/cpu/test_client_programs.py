@@ -47,6 +47,7 @@ def test_help(program: str, serving: Any, monkeypatch: pytest.MonkeyPatch, capsy
     assert ended.value.code == 0 and "--ways" in capsys.readouterr().out
 
 
+@pytest.mark.drawn
 def test_processes_of_ranks(
     serving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

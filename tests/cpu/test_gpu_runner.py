@@ -141,6 +141,7 @@ def test_what_fails_or_dies_is_told_and_the_rest_runs(tmp_path: Path) -> None:
     assert (tmp_path / "out.txt").read_text() in said
 
 
+@pytest.mark.drawn
 def test_an_interrupted_run_has_a_table(tmp_path: Path) -> None:
     """SIGTERM, which `timeout` sends, ends all processes; what has run is in the results and in the table."""
     (tmp_path / "test_interrupted.py").write_text(INTERRUPTED)
@@ -164,6 +165,7 @@ def test_what_a_tool_reports_at_the_end_is_waited_for(tmp_path: Path) -> None:
         assert [*sanitize.unexpected(log.read_text())] == ["Invalid __global__ read of size 4 bytes"]
 
 
+@pytest.mark.drawn
 def test_where_each_rank_was_is_told(tmp_path: Path) -> None:
     """Ranks that are ended because there is no news from them say where they were, although pytest captures what they
     write and another program runs them."""
@@ -182,6 +184,7 @@ def test_where_each_rank_was_is_told(tmp_path: Path) -> None:
     assert places[0] in (tmp_path / "out.txt").read_text()
 
 
+@pytest.mark.drawn
 def test_processes_that_run_no_test_say_why(tmp_path: Path) -> None:
     (tmp_path / "test_broken.py").write_text("import a_module_that_is_missing")
     code, found, said = run(tmp_path, "--ranks", "1")

@@ -98,7 +98,10 @@ def test_demo(installed: Path, foreign: Path) -> None:
     "kind, options",
     [
         pytest.param("throughput", "--preset tiny --only dispatch --iterations 2", marks=pytest.mark.drawn),
-        ("latency", "--tokens 1 --hidden 64 --experts 8 --top-k 2 --pairs 2 --replays 2 --only pair"),
+        pytest.param(
+            "latency", "--tokens 1 --hidden 64 --experts 8 --top-k 2 --pairs 2 --replays 2 --only pair",
+            marks=pytest.mark.drawn,
+        ),
     ],
 )
 def test_bench(installed: Path, foreign: Path, kind: str, options: str) -> None:
