@@ -4,6 +4,7 @@ multiprocessing would import the main module of the user's program in each of th
 """
 
 import contextlib
+import gc
 import math
 import os
 import pickle
@@ -89,6 +90,8 @@ def prepare_all(kernels: Sequence[Any], arch: str, processes: int) -> None:
 def prepare_given() -> None:
     """In one of the processes: compile the kernels that it is given, as long as the process that started it lives."""
     kernels, arch, parent = pickle.load(sys.stdin.buffer)
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)  # a compiler makes many objects: collections took a tenth of the time
     for kernel in kernels:
         if os.getppid() == parent:
             jit.prepare(kernel, arch)

@@ -115,6 +115,7 @@ def run(folder: Path, *options: str) -> tuple[int, dict, str]:
     return ended.returncode, json.loads(out.read_text()), ended.stdout + ended.stderr
 
 
+@pytest.mark.drawn
 def test_what_fails_or_dies_is_told_and_the_rest_runs(tmp_path: Path) -> None:
     """Both ranks run every test in the same order. Tests behind one that ends a process run in new ones, also those
     that another rank has begun alone. When the time is over, the rest is left out."""
@@ -184,7 +185,6 @@ def test_where_each_rank_was_is_told(tmp_path: Path) -> None:
     assert places[0] in (tmp_path / "out.txt").read_text()
 
 
-@pytest.mark.drawn
 def test_processes_that_run_no_test_say_why(tmp_path: Path) -> None:
     (tmp_path / "test_broken.py").write_text("import a_module_that_is_missing")
     code, found, said = run(tmp_path, "--ranks", "1")

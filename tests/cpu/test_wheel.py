@@ -84,7 +84,7 @@ def test_doctor(installed: Path, foreign: Path) -> None:
     assert f"({installed / 'ep_ops'})" in said and "could not tell" not in said
 
 
-@pytest.mark.drawn  # test_bench starts a process in the same way
+@pytest.mark.drawn
 def test_demo(installed: Path, foreign: Path) -> None:
     """The demo runs in a process that the command starts."""
     said = run(
@@ -94,14 +94,12 @@ def test_demo(installed: Path, foreign: Path) -> None:
     assert "1 rank(s)" in said and "self-check: loss and all gradients equal the dense model's" in said
 
 
+@pytest.mark.drawn  # test_doctor runs each time
 @pytest.mark.parametrize(
     "kind, options",
     [
-        pytest.param("throughput", "--preset tiny --only dispatch --iterations 2", marks=pytest.mark.drawn),
-        pytest.param(
-            "latency", "--tokens 1 --hidden 64 --experts 8 --top-k 2 --pairs 2 --replays 2 --only pair",
-            marks=pytest.mark.drawn,
-        ),
+        ("throughput", "--preset tiny --only dispatch --iterations 2"),
+        ("latency", "--tokens 1 --hidden 64 --experts 8 --top-k 2 --pairs 2 --replays 2 --only pair"),
     ],
 )
 def test_bench(installed: Path, foreign: Path, kind: str, options: str) -> None:

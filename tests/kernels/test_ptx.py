@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-from built import ARCHS, assert_in_registers, compiled_ptx, count
+from built import ARCHS, DRAWN_ARCHS, assert_in_registers, compiled_ptx, count
 
 from cute_kernels.heap import Problem
 from cute_kernels.throughput.combine import Combine
@@ -48,14 +48,26 @@ def of_each_kind(problem: Problem) -> list[Any]:
     return list({type(kernel): kernel for kernel in throughput_kernels(problem)}.values())
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+def check(kernel: Any, arch: str) -> None:
+    ptx = compiled_ptx(kernel, arch)
+    assert f".target {arch}" in ptx
+    assert count(ptx, "elect.sync") == 0, "lanes are elected by hand"
+    assert_in_registers(kernel, arch)
+
+
+@pytest.mark.parametrize("arch", DRAWN_ARCHS)
 @pytest.mark.parametrize("kind", dict.fromkeys(map(type, throughput_kernels(LARGE))))
 def test_every_kernel(kind: type, arch: str) -> None:
-    for kernel in (kernel for kernel in throughput_kernels(LARGE) if type(kernel) is kind):
-        ptx = compiled_ptx(kernel, arch)
-        assert f".target {arch}" in ptx
-        assert count(ptx, "elect.sync") == 0, "lanes are elected by hand"
-        assert_in_registers(kernel, arch)
+    for kernel in throughput_kernels(LARGE):
+        if type(kernel) is kind:
+            check(kernel, arch)
+
+
+@pytest.mark.parametrize("kind", dict.fromkeys(map(type, throughput_kernels(LARGE))))
+def test_one_of_each_kind_on_blackwell(kind: type) -> None:
+    for kernel in of_each_kind(LARGE):
+        if type(kernel) is kind:
+            check(kernel, "sm_100a")
 
 
 @pytest.mark.drawn
