@@ -28,7 +28,7 @@ ONE_OF = (
     ("alarm_joining", "alarm_staging"),
 )
 """Of each group one is run, others for each commit."""
-DRAWN = 2
+DRAWN = 1
 """How many of the other checks are run, others for each commit. EP_OPS_ALL_CHECKS=1: all, which takes an hour."""
 SLOW = (
     "across_", "alarm_", "death_", "epochs_", "rejected_", "domains_", "formats_", "pushes", "rounds", "tokens",

@@ -134,6 +134,7 @@ def test_what_a_warmup_compiles_is_listed(listed: Any) -> None:
     assert not counting
 
 
+@pytest.mark.drawn
 def test_bits_are_compared_on_all_tiles_for_few_rows() -> None:
     """The bounds on tokens in test_few_rows.py select every number of rows of a tile."""
     from cute_kernels.gemm.few_rows import ROWS
