@@ -6,8 +6,8 @@ python benchmarks/rivals.py training --device cpu --tokens 16 --hidden 64 --widt
 
 A layer computes weighted sums of SwiGLU experts from tokens, expert ids and routing weights, in bfloat16. Layers of
 ep_ops include dispatch and combine, the others have no exchange. Each layer takes turns with ep_ops and, in training,
-with ep_ops and quack's GEMMs; every second round is in the reverse order. A figure is the median over rounds, and the
-ratio the median of the ratios to ep_ops in the same round. A library that is not installed, that fails, or whose
+with ep_ops and quack's GEMMs; every second round is in the reverse order. Figures are medians over rounds, and ratios
+are medians of the ratios to those layers in the same round. A library that is not installed, that fails, or whose
 results are wrong is named with the reason. Results are written after each layer, because some libraries take minutes to
 tune.
 
@@ -16,7 +16,7 @@ of the weights, so many that twice the GPU's cache is read before a copy is used
 kernel that only reads takes the weights of the experts that tokens name.
 
 `training` times forward without gradients, and forward with backward: the mean of a row of 4 calls behind a pause of
-30 ms, so that a GPU is as hot as the layer makes it, and waits for no host. Each call reads all weights, which must
+30 ms, so that a row begins at the GPU's full clock and the host is ahead. Each call reads all weights, which must
 exceed the cache (`weights_mib` and `cache_mib` in the results). The floor is the time of dense GEMMs of the same sizes.
 """
 
@@ -145,6 +145,7 @@ class Rivals(Run):
 
     comm: Communicator
     calls_in_row, rest = 1, False
+    """How a row is timed: the mean of so many calls, and whether behind a pause."""
 
     def __init__(self, device: torch.device, args: argparse.Namespace) -> None:
         names = "model", "hidden", "width", "experts", "top_k", "rounds", "calls"
@@ -374,8 +375,11 @@ def cell(found: Found, figure: str) -> str:
     """Return µs, and the ratios to ep_ops and to ep_ops with quack."""
     if figure not in found:
         return ""
-    ratios = [f"{found[key]:.2f}" for name in RATIOS.values() if (key := f"{figure}_{name}") in found]
-    return f"{found[figure]:.1f} ({', '.join(ratios)})"
+    ratios = [found.get(f"{figure}_{name}") for name in RATIOS.values()]
+    while ratios and ratios[-1] is None:
+        ratios.pop()
+    texts = ["–" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+    return f"{found[figure]:.1f}" + (f" ({', '.join(texts)})" if texts else "")
 
 
 def table(run: Found) -> list[str]:

@@ -91,7 +91,7 @@ def prepare_given() -> None:
     """In one of the processes: compile the kernels that it is given, as long as the process that started it lives."""
     kernels, arch, parent = pickle.load(sys.stdin.buffer)
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)  # a compiler makes many objects: collections took a tenth of the time
+    gc.set_threshold(50_000, 20, 20)  # a compiler makes many objects: collections would take a tenth of the time
     for kernel in kernels:
         if os.getppid() == parent:
             jit.prepare(kernel, arch)

@@ -52,8 +52,8 @@ def pytest_collectstart() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep modules and test cases, which are most of all objects, out of garbage collections, and have fewer of them:
-    compilers make many objects, and nearly all go by their counts."""
+    """Keep modules and test cases, which are most of all objects, out of garbage collections, and collect less often:
+    reference counts free nearly all of the many objects that compilers make."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     gc.enable()

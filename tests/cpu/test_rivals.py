@@ -134,7 +134,7 @@ def test_an_interrupted_run_has_the_layers_before(tmp_path: Path) -> None:
     to_both = [f"{figure}_{name}" for figure in rivals.FIGURES for name in ("ratio", "ratio_quack")]
     assert ratios == {"ep_ops": to_ours, "ep_ops, token-major": to_ours, rivals.QUACK: to_both, "torch": to_both}
     assert rows[rivals.QUACK]["forward_us_ratio_quack"] == 1
-    assert len({rows["torch"][key] for key in to_both}) == 4 and min(rows["torch"][key] for key in to_both) > 0
+    assert min(rows["torch"][key] for key in to_both) > 0
     assert any(line.startswith("torch ") and line.count(", ") == 2 for line in rivals.table(found))
 
 

@@ -1,4 +1,4 @@
-"""Every kernel compiles without a GPU, for Hopper and Blackwell, to the instructions it is meant to have."""
+"""Throughput kernels compile without a GPU, for Hopper and Blackwell, to the instructions they are meant to have."""
 
 from __future__ import annotations
 
