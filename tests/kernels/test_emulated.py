@@ -32,7 +32,7 @@ DRAWN = 1
 """How many of the other checks are run, others for each commit. EP_OPS_ALL_CHECKS=1: all, which takes an hour."""
 SLOW = (
     "across_", "alarm_", "death_", "epochs_", "rejected_", "domains_", "formats_", "pushes", "rounds", "tokens",
-    "latency_across", "throughput_",
+    "latency_34", "latency_across", "throughput_",
 )  # fmt: skip
 """How the names of those begin that may take minutes: they are never drawn."""
 
