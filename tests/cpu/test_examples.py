@@ -53,8 +53,8 @@ LONG = pytest.mark.skipif(
 )
 
 
-@pytest.mark.drawn
-@pytest.mark.parametrize("name", ["train", pytest.param("trainer", marks=LONG)])
+@LONG
+@pytest.mark.parametrize("name", ["train", "trainer"])
 def test_train_under_torchrun(name: str) -> None:
     """The loss of a layer whose experts, router or gradients are off does not fall by half."""
     if name == "trainer":
